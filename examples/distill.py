@@ -3,8 +3,8 @@
     pip install "rollout-engine[examples]"
     python examples/distill.py                         the task of grpo.py; makes both models on the spot
 
-The student, 0.15 M parameters, has imitated the careless teacher of grpo.py, so that it mostly spells long words wrong.
-The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample 8 answers to each of 32 prompts a step.
+The student, 0.16 M parameters, has imitated the careless teacher of grpo.py, so that it mostly spells long words wrong.
+The teacher, 0.6 M parameters, has imitated right answers. Both trainings sample two answers to 32 prompts a step.
 GRPO pays each answer, right or wrong. Distillation pays each token by how much likelier the teacher finds it than the
 student (`advantages.reverse_kl`): the teacher scores the student's tokens, in the same call
 (`rollout(teachers=[...])`), and no answer is judged. A step of either is the same gradient step but for these numbers.
@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpo import GROUP_SIZE, NUM_PROMPTS, NUM_UNSEEN, Entry, Task, evaluate, grpo_loss, make_items, make_policy
+from grpo import NUM_PROMPTS, NUM_UNSEEN, Entry, Task, evaluate, grpo_loss, make_items, make_policy
 from rollout_engine import RolloutPolicy, SamplingParams, Teacher, advantages, exact
 
 STUDENT = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2)
@@ -58,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Rows]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line options."""
     parser = argparse.ArgumentParser(description="On-policy distillation on reasoning-gym's spell_backward.")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each training")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each training")
     parser.add_argument("--warm-up-steps", type=int, default=500, help="imitation steps of the student")
     parser.add_argument("--teacher-steps", type=int, default=600, help="imitation steps of the teacher")
+    parser.add_argument("--samples", type=int, default=2, help="answers to each of 32 prompts a step")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/distill"))
@@ -90,7 +91,7 @@ def train(
             batch = policy.rollout(
                 task.prompts(entries),
                 SamplingParams(max_tokens=task.max_tokens),
-                num_samples=GROUP_SIZE,
+                num_samples=options.samples,
                 columns={"entry": entries},
                 reward_fn=task.reward,
                 teachers=[teacher],
@@ -145,7 +146,7 @@ def draw(history: dict[str, Rows], path: Path) -> None:
     for way, rows in history.items():
         axes.plot([row["step"] for row in rows], [row["accuracy"] for row in rows], label=way)
     label = f"greedy accuracy, {NUM_UNSEEN} unseen words"
-    axes.set(xlabel="step", ylabel=label, ylim=(0, 1.02), title="a student of 0.15 M parameters, a teacher of 0.6 M")
+    axes.set(xlabel="step", ylabel=label, ylim=(0, 1.02), title="a student of 0.16 M parameters, a teacher of 0.6 M")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

@@ -206,10 +206,10 @@ def test_distill_scores_and_trains_in_both_ways(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_its_teacher_and_sooner_than_by_reward_alone(tmp_path):
+def test_a_student_learns_from_its_teacher_without_a_reward(tmp_path):
     history = load("distill").main(["--out", str(tmp_path)])
     distilled, rewarded = ([row["accuracy"] for row in history[way]] for way in ("distillation", "GRPO"))
-    assert distilled[-1] > distilled[0] + 0.3 and distilled[-1] > rewarded[-1]
+    assert min(distilled[-1], rewarded[-1]) > distilled[0] + 0.5
     kl = [row["reverse_kl"] for row in history["distillation"]]
     assert kl[-1] < kl[0] / 2
     assert max(row["max_logprob_diff"] for rows in history.values() for row in rows) == 0.0

@@ -19,7 +19,7 @@ def test_scores_compute_a_shared_beginning_once_and_candidates_are_parts_of_one_
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda batch, *given: sizes.append(len(batch[0])) or forward(batch, *given))
     found = llm.score_candidates([prompt] * 3, completions, [[5, 6], [6, 5], [5, 7], [7, 5], [9, 5]], top_k=2)
-    assert sizes == [23, 2, 1]
+    assert sizes == [16, 7, 2, 1]  # a step takes 16 tokens at most
     assert np.array_equal(found.logprobs, np.concatenate([each.logprobs for each in alone]))
     assert np.array_equal(found.top_ids, np.concatenate([each.top_ids for each in alone]))
     assert np.array_equal(found.top_logprobs, np.concatenate([each.top_logprobs for each in alone]))
