@@ -9,8 +9,11 @@ import torch
 
 from rollout_engine import exact
 from rollout_engine.kernels.triton import recurrence, tiling
-from rollout_engine.model.cuda import state_layers
-from rollout_engine.model.modules.mixers import mixers_of
+from rollout_engine.model.cuda import decoder_trial, state_layers
+from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
+from rollout_engine.model.modules.geometry import probe_geometry
+from rollout_engine.model.modules.mixers import mixers_of, swap_mixers, use_state_kernels
+from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.testing import random_adapter, tiny_model
 from rollout_engine.testing.architectures import HYBRID_SIZES
 from rollout_engine.testing.models import tiny_checkpoint
@@ -185,6 +188,22 @@ def test_packed_rows_have_the_bits_of_rows(trainer_of, device):
         for row, start in zip(rows, (0, 9), strict=True):
             alone = exact.token_logprobs(trainer, torch.tensor([row], device=device))[0]
             assert torch.equal(together[start : start + len(alone)], alone)
+
+
+@pytest.mark.parametrize(
+    "architecture", [TYPE, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(FUSED - {TYPE}))]
+)
+def test_fused_layers_have_the_bits_of_a_trainers_modules(monkeypatch, architecture):
+    """The trial at load, over few tokens: two prompts, then a token of each behind its state."""
+    monkeypatch.setattr(decoder_trial, "_SIZES", ((2, 1), (1, 1)))
+    monkeypatch.setattr(decoder_trial, "_LONGEST", 3)
+    module = tiny_model(architecture, **sizes_of(architecture)).requires_grad_(False)
+    module.set_attn_implementation(ATTENTION_NAME)
+    swap_mixers(module)
+    geometry = probe_geometry(module)
+    fuse_projections(module)
+    use_state_kernels(module, state_layers.STATE_KERNELS)
+    assert decoder_trial.unsupported_reason(module, geometry, deterministic=True) is None
 
 
 def test_every_part_of_a_mixer_is_replaced(enable):
