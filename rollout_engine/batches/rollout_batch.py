@@ -100,14 +100,12 @@ def rollout_batch(
     num_prompt, num_response = (np.array([*map(len, parts)], np.int64) for parts in (prompts, responses))
     masks = _masks(num_prompt, num_response, layout, turns)
 
-    batch_size = [len(samples)] if layout == "padded" else []
-    batch = RolloutBatch(_token_keys(prompts, responses, samples, masks, pad_token_id), batch_size=batch_size)
+    keys = _token_keys(prompts, responses, samples, masks, pad_token_id) | _state_keys(outputs, masks)
+    batch = RolloutBatch(keys, batch_size=[len(samples)] if layout == "padded" else [])
     batch["group_id"] = _tensor(np.array(range(len(outputs)) if group_ids is None else group_ids, np.int64)[rows])
     batch["sample_index"] = _tensor(np.array([sample.index for sample in samples], np.int64))
     batch["seed"] = _tensor(np.array([sample.seed for sample in samples], np.uint64).view(np.int64))
     batch["num_prompt_tokens"] = _tensor(num_prompt)
-    if (states := hidden_states(outputs)) is not None:
-        batch["hidden_states"] = _place_values(masks.full, states, 0.0)
     if oversampled:
         batch["num_dropped"] = torch.tensor([outputs[row].num_dropped for row in rows], dtype=torch.int64)
     batch["truncated"] = ~(done := _make_done(samples))
@@ -220,6 +218,11 @@ def _token_keys(
         place = keys if isinstance(key, str) else keys.setdefault(key[0], {})
         place[key if isinstance(key, str) else key[1]] = _place_values(masks.after, values, FILL[key])
     return keys
+
+
+def _state_keys(outputs: Sequence[RequestOutput], masks: _Masks) -> dict[str, Any]:
+    states = hidden_states(outputs)
+    return {} if states is None else {"hidden_states": _place_values(masks.full, states, FILL["hidden_states"])}
 
 
 def _logprobs(sample: CompletionOutput) -> np.ndarray:

@@ -28,13 +28,13 @@ def sampled_columns(samples: Sequence[CompletionOutput]) -> Iterator[tuple[Key, 
     counts = [len(sample.token_ids) for sample in samples]
     if any(sample.entropies is not None for sample in samples):
         parts = [sample.entropies for sample in samples]
-        yield ("entropy", "full"), _joined(parts, counts, (), np.dtype(np.float32), 0.0)
+        yield ("entropy", "full"), _join_parts(parts, counts, (), np.dtype(np.float32), 0.0)
     tops = [top_of(sample) for sample in samples]
     if any(top is not None for top in tops):
         shape = (max(top[0].shape[1] for top in tops if top is not None),)
         ids, logprobs = ([None if top is None else top[place] for top in tops] for place in range(2))
-        yield ("top_k", "ids"), _joined(ids, counts, shape, np.dtype(np.int64), -1)
-        yield ("top_k", "log_probs"), _joined(logprobs, counts, shape, np.dtype(np.float32), -np.inf)
+        yield ("top_k", "ids"), _join_parts(ids, counts, shape, np.dtype(np.int64), -1)
+        yield ("top_k", "log_probs"), _join_parts(logprobs, counts, shape, np.dtype(np.float32), -np.inf)
 
 
 def hidden_states(outputs: Sequence[RequestOutput]) -> np.ndarray | None:
@@ -82,7 +82,7 @@ def placed_rows(parts: Iterable[tuple[int, np.ndarray | None]], length: int, fil
     return placed
 
 
-def _joined(
+def _join_parts(
     parts: Sequence[np.ndarray | None], counts: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any], fill: float
 ) -> np.ndarray:
     """All parts end to end, [sum of counts, *shape]; `fill` for those that are None, and right of narrow ones."""

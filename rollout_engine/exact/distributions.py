@@ -100,7 +100,7 @@ def _settings(batch: Any, temperature: float | None) -> tuple[float, str | None]
     if temperature is None:
         temperature = None if note is None else note.sampled_temperature
     if temperature is None:
-        raise RequestError.for_field("temperature", None, "a number", "The batch does not say which sampled it.")
+        raise RequestError.for_field("temperature", None, "a number", "The batch has no note of the one that sampled.")
     adapters = frozenset() if note is None else note.adapters
     if len(adapters) > 1:
         names = ", ".join(sorted("none" if name is None else name for name in adapters))

@@ -44,7 +44,10 @@ class ExactReport(NamedTuple):
 @overload
 def check(
     batch: Any, logprobs: Tensor | None = None, temperature: float | None = None, *, model: nn.Module | None = None
-) -> ExactReport: ...
+) -> ExactReport:
+    """Compare log-probs of sampled tokens."""
+
+
 @overload
 def check(
     batch: Any,
@@ -54,7 +57,10 @@ def check(
     model: nn.Module,
     engine: HasDistributions,
     full: Literal[True],
-) -> FullReport: ...
+) -> FullReport:
+    """Compare whole distributions."""
+
+
 def check(
     batch: Any,
     logprobs: Tensor | None = None,
@@ -87,20 +93,30 @@ def check(
     if not hasattr(batch, "keys"):
         what = f"batch must be what RolloutPolicy.rollout returned, got {type(batch).__name__}"
         raise ValueError(f"{what}: call exact.check(batch, logprobs).")
-    if full:
-        if model is None or engine is None or logprobs is not None:
-            call = "exact.check(batch, model=model, engine=policy, full=True)"
-            raise ValueError(f"full=True compares a model with an engine: {call}.")
+    _check_arguments(logprobs, model, engine, full)
+    if full and model is not None and engine is not None:
         return compare_distributions(batch, model, engine, temperature)
-    if (logprobs is None) == (model is None) or engine is not None:
+    if model is not None:
+        with torch.no_grad():
+            logprobs = token_logprobs(model, batch, temperature=temperature)
+    assert logprobs is not None, "the arguments were checked"
+    return _compare_sampled(batch, logprobs, temperature or 1.0)
+
+
+def _check_arguments(
+    logprobs: Tensor | None, model: nn.Module | None, engine: HasDistributions | None, full: bool
+) -> None:
+    if full and (model is None or engine is None or logprobs is not None):
+        call = "exact.check(batch, model=model, engine=policy, full=True)"
+        raise ValueError(f"full=True compares a model with an engine: {call}.")
+    if not full and ((logprobs is None) == (model is None) or engine is not None):
         raise ValueError(
             "Give logprobs or the model that computes them: exact.check(batch, logprobs), or exact.check(batch, "
             "model=model). engine= goes with full=True."
         )
-    if model is not None:
-        with torch.no_grad():
-            logprobs = token_logprobs(model, batch, temperature=temperature)
-    assert logprobs is not None
+
+
+def _compare_sampled(batch: Any, logprobs: Tensor, temperature: float) -> ExactReport:
     theirs = batch["log_probs", "full"][:, 1:]
     if logprobs.shape != theirs.shape:
         raise ValueError(
@@ -121,7 +137,7 @@ def check(
         largest_difference=float(gaps.max()) if len(places) else 0.0,
         first_different=(int(places[0, 0]), int(places[0, 1]) + 1) if len(places) else None,
         num_mixed=int((sampled & ~compared).sum()),
-        cause=_cause(found, logprobs, temperature or 1.0) if len(places) else "",
+        cause=_cause(found, logprobs, temperature) if len(places) else "",
     )
 
 

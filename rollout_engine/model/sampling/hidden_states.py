@@ -75,7 +75,7 @@ class StateRecorder:
         """Fill in the states of the tokens that the step drew, and of the prompts that it completed."""
         if not len(self._states) or not (self._drawn or self._pieces):
             return
-        states, self._states = _carried(self._states), torch.empty(0)
+        states, self._states = _carry(self._states), torch.empty(0)
         self._fill_drawn(out, states)
         for piece in self._pieces:
             prompt = self._prompts[piece.sequence_id]
@@ -120,7 +120,7 @@ class _Piece(NamedTuple):
     num_rows: int
 
 
-def _carried(states: Tensor) -> np.ndarray:
+def _carry(states: Tensor) -> np.ndarray:
     """States [n, H] as they are carried, copied."""
     values = states.view(torch.int16) if states.dtype == torch.bfloat16 else states.float()
     carried: np.ndarray = np.array(values.cpu().numpy())

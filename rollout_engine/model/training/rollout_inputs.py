@@ -76,11 +76,11 @@ def _support_of(batch: Any) -> list[Any]:
 
 
 def sampled_temperature(batch: Any) -> float:
-    """The temperature at which a rollout was sampled. Raises `RequestError` if it does not say so."""
+    """The temperature at which a rollout was sampled. Raises `RequestError` if it has no note of it."""
     note = rollout_note(batch.get(("tokens", "full"), None))
     if note is None or note.sampled_temperature is None:
         why = "it is a plain TensorDict" if note is None else "it was sampled at several"
-        hint = f"The batch does not say which, as {why}: give the one that sampled."
+        hint = f"The batch has no note of it, as {why}: give the one that sampled."
         raise RequestError.for_field("temperature", None, "a number", hint)
     return note.sampled_temperature
 

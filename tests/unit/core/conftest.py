@@ -16,7 +16,6 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
-from rollout_engine.core.fake_columns import fake_states
 from rollout_engine.core.fake_executor import (
     FakeExecutor,
     fake_features,
@@ -25,6 +24,7 @@ from rollout_engine.core.fake_executor import (
     fake_routed_experts,
 )
 from rollout_engine.core.fake_states import FakeKVError
+from tests.unit.core.recorded_states import RecordedStates
 
 Key = tuple[str, int]
 IMAGE = 22
@@ -95,10 +95,7 @@ class Rig:
         """Request id -> result of a pooling request."""
         self.pooled_by: dict[int, tuple[int, int]] = {}
         """Sequence id -> policy version and oldest KV of what it was pooled to."""
-        self.prompt_states: dict[str, list[Any]] = {}
-        """Request id -> hidden states of its prompt's tokens."""
-        self.states: dict[Key, list[Any]] = {}
-        """Hidden states that came with the tokens of a sequence that asks."""
+        self.states = RecordedStates()
         self.prompt_routed: dict[str, list[Any]] = {}
         """Request id -> experts of its prompt's tokens but the last."""
         self.routed: dict[Key, list[Any]] = {}
@@ -262,7 +259,7 @@ class Rig:
             self.assert_prompt_scored(request_id, request)
             self.assert_pooled(request_id, request)
             self.assert_routed(request_id, request)
-            self.assert_states(request_id, request)
+            self.states.check(request_id, request, self.tokens)
         assert self.step() == []
         self.core.check_integrity()
         assert self.core.cache_usage() == self.core.metrics().state_usage == 0.0
@@ -304,16 +301,6 @@ class Rig:
             else:
                 assert (request_id, index) not in self.routed
 
-    def assert_states(self, request_id: str, request: EngineCoreRequest) -> None:
-        """The states of the tokens came, and once those of the whole prompt, if it asked for them."""
-        asked = request.params.return_hidden_states
-        for index in range(request.params.n):
-            tokens = self.tokens[request_id, index]
-            if asked is not None and tokens:
-                assert self.states[request_id, index] == fake_states(tokens).tolist()
-            if asked == "all" and tokens:
-                assert self.prompt_states[request_id] == fake_states(request.prompt_token_ids).tolist()
-
     def truth(self, key: Key) -> tuple[list[int], tuple[str, int | None]]:
         request = self.requests[key[0]]
         if request.pooling is not None:
@@ -351,12 +338,7 @@ class Rig:
             assert self.keys[first][0] not in self.prompt_logprobs, "the prompt's log-probs came twice"
             self.prompt_logprobs[self.keys[first][0]] = found.logprobs.tolist()
             assert found.ranks is not None and len(found.ranks) == len(found.logprobs)
-        for first, rows in outputs.prompt_hidden_states.items():
-            assert self.keys[first][0] not in self.prompt_states, "the prompt's states came twice"
-            self.prompt_states[self.keys[first][0]] = rows.tolist()
-        has_states = outputs.hidden_states is not None
-        for sequence, row in zip(outputs.sequence_ids, outputs.hidden_states, strict=True) if has_states else ():
-            self.states.setdefault(self.keys[sequence], []).append(row.tolist())
+        self.states.record(outputs, self.keys)
         for first, rows in outputs.prompt_routed_experts.items():
             self.prompt_routed.setdefault(self.keys[first][0], rows.tolist())
         for sequence, row in zip(outputs.sequence_ids, outputs.routed_experts, strict=True) if asked else ():

@@ -84,6 +84,6 @@ def test_arguments_that_do_not_belong_together_are_refused(policy, trainer):
     ]:
         with pytest.raises(ValueError, match=said):
             exact.check(batch, **given)
-    with pytest.raises(RequestError, match="temperature=None.*does not say which"):
+    with pytest.raises(RequestError, match="temperature=None.*no note of the one that sampled"):
         exact.check(batch.to_tensordict(), model=trainer, engine=policy, full=True)
     assert exact.check(batch.to_tensordict(), None, 0.8, model=trainer, engine=policy, full=True).is_exact
