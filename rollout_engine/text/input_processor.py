@@ -30,7 +30,7 @@ from rollout_engine.text.default_params import read_default_params
 from rollout_engine.text.picture_parts import holds_pictures
 from rollout_engine.text.picture_processor import ReadPicture
 from rollout_engine.text.picture_prompts import PicturePrompts, images_in, refuse_pictures
-from rollout_engine.text.pooled_prompt import closed_conversation, pooled_tokens
+from rollout_engine.text.pooled_prompt import NOTHING_SAMPLED, closed_conversation, pooled_tokens
 from rollout_engine.text.prompt_encoder import PromptEncoder
 from rollout_engine.text.prompt_room import resolve_max_tokens
 from rollout_engine.text.prompts import Prompt, as_batch, as_fields, as_token_ids
@@ -42,8 +42,6 @@ logger = logging.getLogger("rollout_engine")
 
 Params: TypeAlias = SamplingLike | PoolingParams
 """Settings of a request that samples, or of one that pools its prompt."""
-_NOTHING_SAMPLED = SamplingParams(detokenize=False, output_kind="final_only", speculation=False)
-"""Sampling settings of requests that pool."""
 
 
 class ModelSizes(Protocol):
@@ -191,7 +189,7 @@ class InputProcessor:
         """Whether `check` would try a grammar, or read all tokens for tags, first, which takes its time."""
         read = params.get if isinstance(params, dict) else partial(getattr, params)
         given, budget = read("structured_outputs", None), read("thinking_budget", None)
-        tags = [read(name, getattr(_NOTHING_SAMPLED, name)) for name in ("thinking_start", "thinking_end")]
+        tags = [read(name, getattr(NOTHING_SAMPLED, name)) for name in ("thinking_start", "thinking_end")]
         return isinstance(given, dict) and not self._trials.knows(given) or self.thinking_tags.are_new(budget, tags)
 
     def try_rules(self, params: Params | None) -> None:
@@ -285,7 +283,7 @@ class InputProcessor:
         return CheckedPrompt(
             text=text,
             token_ids=pooled_tokens(token_ids, params, self._pooling, self._max_model_len),
-            params=_NOTHING_SAMPLED,
+            params=NOTHING_SAMPLED,
             max_tokens=0,
             cache_salt=fields.get("cache_salt") or "",
             bad_words=[],

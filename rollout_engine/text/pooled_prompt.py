@@ -4,7 +4,11 @@ from typing import Any
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pooling_params import PoolingInfo, PoolingParams, check_pooling
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.text.prompts import truncated
+
+NOTHING_SAMPLED = SamplingParams(detokenize=False, output_kind="final_only", speculation=False)
+"""Sampling settings of requests that pool."""
 
 
 def pooled_tokens(

@@ -140,7 +140,7 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write the inputs before each position that is asked for; the slot that the chunk reads comes last."""
+    """Write the inputs before each position that is asked for; the slot that the chunk reads is the last one."""
     chunk, row = tl.program_id(0), tl.arange(0, BLOCK)[:, None]
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     first, source = tl.load(starts_ptr + chunk), tl.load(sources_ptr + chunk)

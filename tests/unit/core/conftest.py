@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -25,6 +25,7 @@ from rollout_engine.core.fake_executor import (
     fake_routed_experts,
 )
 from rollout_engine.core.fake_states import FakeKVError
+from tests.unit.core.failed_step import Failed
 from tests.unit.core.recorded_states import RecordedStates
 
 Key = tuple[str, int]
@@ -46,17 +47,6 @@ class Said:
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
-
-
-class Failed:
-    """The result of a step that ran at once, and failed."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error, self.raised = error, False
-
-    def __call__(self) -> NoReturn:
-        self.raised = True
-        raise self.error
 
 
 class Rig:
