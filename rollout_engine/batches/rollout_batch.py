@@ -114,7 +114,6 @@ def rollout_batch(
     batch["text", "response"] = NonTensorStack(*(sample.text for sample in samples))
     for name, values in [*(columns or {}).items(), *_picture_column(outputs)]:
         batch[name] = NonTensorStack(*(values[row] for row in rows))
-
     if rewards is not None:
         batch["next", "reward"] = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float32).unsqueeze(-1)
         batch["next", "done"] = done
