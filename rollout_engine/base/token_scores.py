@@ -54,7 +54,8 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
     def join(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
         """The scores of all parts, at least one, end to end."""
         columns = ([getattr(part, name) for part in parts] for name in cls.__struct_fields__)
-        return cls(*(None if column[0] is None else np.concatenate(column) for column in columns))
+        joined: list[Any] = [None if column[0] is None else np.concatenate(column) for column in columns]
+        return cls(*joined)
 
 
 def as_candidates(given: Any) -> np.ndarray | None:
