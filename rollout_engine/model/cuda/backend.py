@@ -136,7 +136,7 @@ class CudaBackend(Backend):
 
     def _score(self, *given: Any) -> Iterator[dict[int, TokenScores]]:
         *arguments, _, asked = given
-        return sequence_logprobs(self.runner.model, *arguments, asked)
+        return sequence_logprobs(self.runner.model, *arguments, asked=asked)
 
     def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
         raise AssertionError("refused on devices")

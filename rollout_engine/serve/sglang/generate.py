@@ -130,6 +130,7 @@ class _GenerateCall(Call):
             temperature=1.0 if params.logprobs_mode == "raw" else params.temperature,
             lora=lora,
         )
+        assert scores.candidates is not None, "they were asked for"
         self._prompt_scores[index] = scores.candidates
 
     async def write(self, results: list[RequestOutput]) -> Any:
