@@ -19,7 +19,7 @@ _VALUES = 1 << 24
 class ScoredRow(NamedTuple):
     """One row of a rollout that has sampled tokens."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method of tuples
     """Number of the sequence in the batch."""
     place: Place
     """Place of its tokens in full."""

@@ -106,9 +106,8 @@ class TeacherServer:
         sizes = np.cumsum([len(each) for each in completions])[:-1]
         own = [None] * len(completions) if candidates is None else np.split(candidates, sizes)
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            parts = pool.map(
-                lambda row: self._score_row(*row, top_k, temperature), zip(given, completions, own, strict=True)
-            )
+            rows = zip(given, completions, own, strict=True)
+            parts = pool.map(lambda row: self._score_row(row[0], row[1], row[2], top_k, temperature), rows)
             empty = TokenScores.empty(None if candidates is None else candidates.shape[1], top_k)
             return TokenScores.join([empty, *parts])
 

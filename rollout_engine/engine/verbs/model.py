@@ -97,7 +97,7 @@ def score(
     `CallTimeoutError` (a `TimeoutError`).
     """
     given = prompt_token_ids, completion_token_ids, temperature
-    options = dict(lora=lora, routed_experts=routed_experts, pictures=pictures)
+    options: dict[str, Any] = dict(lora=lora, routed_experts=routed_experts, pictures=pictures)
     found = yield from _score_pairs(driver, "score", *given, **options)
     return [each.logprobs for each in found]
 
@@ -140,9 +140,9 @@ def score_candidates(
     result. Raises `RequestError`, also for ids outside the vocabulary, and for more than 2**26 log-probs a call.
     """
     given = prompt_token_ids, completion_token_ids, temperature
-    options = dict(lora=lora, routed_experts=routed_experts, pictures=pictures)
-    more = dict(candidate_ids=candidate_ids, num_top=top_k)
-    found = yield from _score_pairs(driver, "score_candidates", *given, **options, **more)
+    options: dict[str, Any] = dict(lora=lora, routed_experts=routed_experts, pictures=pictures)
+    options |= dict(candidate_ids=candidate_ids, num_top=top_k)
+    found = yield from _score_pairs(driver, "score_candidates", *given, **options)
     empty = TokenScores.empty(None if candidate_ids is None else candidate_ids.shape[1], top_k)
     return TokenScores.join([*found, empty])
 

@@ -149,8 +149,7 @@ class CudaBackend(Backend):
         return score_together(self._seat, self._score, *given, *options)
 
     def _score(self, *given: Any) -> Iterator[dict[int, TokenScores]]:
-        *arguments, _, asked = given
-        return sequence_logprobs(self.runner.model, *arguments, asked=asked)
+        return sequence_logprobs(self.runner.model, *given[:-2], given[-1])
 
     def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
         raise AssertionError("refused on devices")

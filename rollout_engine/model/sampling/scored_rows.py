@@ -5,7 +5,7 @@ All are parts of one log-softmax over the row, with the bits of `token_logprobs`
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ class ScoredRows(NamedTuple):
     @classmethod
     def join(cls, parts: list["ScoredRows"]) -> "ScoredRows":
         """The rows of all parts, end to end."""
-        return cls(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+        joined: list[Any] = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
+        return cls(*joined)
 
     def on_host(self) -> TokenScores:
         """The same as arrays of their own in the host's memory."""
@@ -52,7 +53,8 @@ class ScoredRows(NamedTuple):
         """Yield the rows of parts with these numbers of rows."""
         ends = accumulate(sizes)
         for size, end in zip(sizes, ends, strict=True):
-            yield ScoredRows(*(None if column is None else column[end - size : end] for column in self))
+            part: list[Any] = [None if column is None else column[end - size : end] for column in self]
+            yield ScoredRows(*part)
 
 
 def score_rows(

@@ -120,7 +120,8 @@ class _GenerateCall(Call):
         wanted, first = self._wanted[index], max(self._wanted[index].logprob_start, 1)
         if index in self._prompt_scores or not (wanted.prompt and wanted.token_ids):
             return
-        params, lora = self.settings[index].params, self.prompts[index].get("lora_request")
+        params = self.settings[index].params  # type: ignore[union-attr]  # they are of this front
+        lora = self.prompts[index].get("lora_request")
         completion = output.prompt_token_ids[first:]
         check_num_values(len(completion), len(wanted.token_ids))
         scores = await self.served.engine.score_candidates(
@@ -130,6 +131,7 @@ class _GenerateCall(Call):
             temperature=1.0 if params.logprobs_mode == "raw" else params.temperature,
             lora=lora,
         )
+        assert scores.candidates is not None, "they were asked for"
         self._prompt_scores[index] = scores.candidates
 
     async def write(self, results: list[RequestOutput]) -> Any:

@@ -48,6 +48,7 @@ class PromptScores(NamedTuple):
         temperature = 1.0 if params.logprobs_mode == "raw" else params.temperature
         pair = [token_ids[:first]], [token_ids[first:]]
         scores = await served.engine.score_candidates(*pair, self.candidate_ids, temperature=temperature, lora=lora)
+        assert scores.candidates is not None, "they were asked for"
         file = io.BytesIO()
         np.save(file, scores.candidates, allow_pickle=False)
         return base64.b64encode(file.getvalue()).decode("ascii")
