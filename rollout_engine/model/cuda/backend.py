@@ -149,7 +149,8 @@ class CudaBackend(Backend):
         return score_together(self._seat, self._score, *given, *options)
 
     def _score(self, *given: Any) -> Iterator[dict[int, TokenScores]]:
-        return sequence_logprobs(self.runner.model, *given[:-2], given[-1])
+        without_pictures: tuple[Any, ...] = (*given[:-2], given[-1])
+        return sequence_logprobs(self.runner.model, *without_pictures)
 
     def encode_pictures(self, pictures: Sequence[Picture], values: Callable[[str], Tensor]) -> EncodedPictures:
         raise AssertionError("refused on devices")
