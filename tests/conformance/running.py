@@ -4,6 +4,7 @@ import time
 from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 
 from rollout_engine import SamplingParams
@@ -99,6 +100,10 @@ def plain(value):
             return {key: plain(each) for key, each in value.items()}
         case list() | tuple():
             return [plain(each) for each in value]
+        case msgspec.Struct():
+            return plain(msgspec.structs.astuple(value))
+        case Exception():
+            return type(value).__name__, str(value)
     return value
 
 

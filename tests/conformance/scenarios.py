@@ -16,6 +16,7 @@ import pytest
 
 from rollout_engine.base.errors import LifecycleError, RequestError, RPCError
 from rollout_engine.base.kept_samples import KeptSamples
+from rollout_engine.engine.verbs import VERBS
 from tests.conformance.adapter_scenarios import ADAPTER
 from tests.conformance.running import ENDLESS, SHORT, in_flight, last_of, plain, step_further, told
 from tests.conformance.scenario_table import SCENARIOS, call, scenario
@@ -136,6 +137,13 @@ def reset_encoder_cache(engine):
         engine.reset_encoder_cache()
         step_further(engine)
     return told(last_of(engine, "hello", SHORT))
+
+
+@scenario(refused_in="asleep dirty", digests=[b"0" * 32], arrays=[{}])
+def get_picture_features(engine):
+    arguments = VERBS["get_picture_features"].bind(([b"0" * 32], [{}]), {})
+    with pytest.raises(RequestError, match="takes no pictures"):  # its model; others: tests/integration
+        engine.frontend.client.call("get_picture_features", arguments).result()
 
 
 @scenario(refused_in="asleep dirty", prompt_token_ids=[[5]], completion_token_ids=[[6]])

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rollout_engine import LLM, AsyncLLM, RolloutPolicy, RolloutService, SamplingParams
+from rollout_engine import LLM, AsyncLLM, BeamSearchParams, RolloutPolicy, RolloutService, SamplingParams
 from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.messages import UpdateOptions
 from rollout_engine.fleet.run.client import FleetClient
@@ -25,7 +25,9 @@ ARGUMENTS = {
     "abort_request": ("endless",),
     "arollout": (["hello"],),
     "collect": (["hello"],),
+    "beam_search": (["hello"], BeamSearchParams(beam_width=2, max_tokens=2)),
     "chat": ([{"role": "user", "content": "hello"}],),
+    "distributions": ([5, 6], [1]),
     "encode": ("hello",),
     "evaluate": ({"rows": ["hello"], "reward_fn": len},),
     "generate": ("hello",),
