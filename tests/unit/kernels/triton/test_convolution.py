@@ -39,7 +39,10 @@ def test_outputs_are_those_of_torchs_convolution(device, dtype, silu, channels, 
 
 
 @DTYPES
-@pytest.mark.parametrize(("channels", "width"), [(37, 4), (130, 3), (16, 1)])
+@pytest.mark.parametrize(
+    ("channels", "width"),
+    [pytest.param(37, 4, marks=pytest.mark.slow), pytest.param(130, 3, marks=pytest.mark.slow), (16, 2)],
+)
 def test_any_cut_of_a_sequence_gives_the_same_bits(device, dtype, channels, width):
     x, weight, bias = draw(device, 23, channels, width, dtype)
     pool = torch.full((4, width - 1, channels), torch.nan, dtype=dtype, device=device)

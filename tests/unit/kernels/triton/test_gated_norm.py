@@ -25,7 +25,7 @@ def assert_alike(ours, twins):
 
 
 @DTYPES
-@pytest.mark.parametrize(("size", "group_size"), [(12, 12), (96, 32), (2500, 2500)])
+@pytest.mark.parametrize(("size", "group_size"), [(12, 12), (96, 32), pytest.param(2500, 2500, marks=pytest.mark.slow)])
 def test_a_gated_norm_is_its_twin(device, dtype, size, group_size):
     x, weight = draw(device, dtype, 2, 3, size), draw(device, dtype, size, seed=2)
     for gate_first, activation, rounds in itertools.product((False, True), ("silu", "sigmoid"), (True, False)):
@@ -63,7 +63,7 @@ def offset_norm(x, weight):
 
 
 @DTYPES
-@pytest.mark.parametrize("size", [1, 96, 2500])
+@pytest.mark.parametrize("size", [1, 96, pytest.param(2500, marks=pytest.mark.slow)])
 def test_a_norm_with_an_offset_is_its_twin_and_a_row_has_the_same_bits_in_any_batch(device, dtype, size):
     x, weight = draw(device, dtype, 41, size) * 3, draw(device, dtype, size, seed=1)
     together = offset_norm(x, weight)

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rollout_engine import LLM, exact  # noqa: E402
-from rollout_engine.exact import trainer as exact_trainer  # noqa: E402
+from rollout_engine.exact import enabling as exact_enabling  # noqa: E402
 from rollout_engine.execution import worker  # noqa: E402
 from rollout_engine.model import backends  # noqa: E402
 from rollout_engine.model.cuda.backend import CudaBackend  # noqa: E402
@@ -78,7 +78,7 @@ def enable(monkeypatch, device):  # noqa: F811
 
     def on_device(model):
         with monkeypatch.context() as patch:
-            patch.setattr(exact_trainer, "arithmetic_of", lambda _: ARITHMETIC)
+            patch.setattr(exact_enabling, "arithmetic_of", lambda _: ARITHMETIC)
             return exact.enable(model.to(device))
 
     return on_device

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams, exact
 from rollout_engine.base.errors import LifecycleError
-from rollout_engine.exact import trainer as exact_trainer
+from rollout_engine.exact import enabling as exact_enabling
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.testing import random_adapter, tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.test_engine import Rerun, graphs_by, runner_of
@@ -46,7 +46,7 @@ def checkpoints(tmp_path_factory):
 def trainer(monkeypatch, device, checkpoints):
     """The checkpoint with an adapter, exact as on a device."""
     model = PeftModel(AutoModelForCausalLM.from_pretrained(str(checkpoints("qwen3"))), rank=5)
-    monkeypatch.setattr(exact_trainer, "arithmetic_of", lambda _: ARITHMETIC)
+    monkeypatch.setattr(exact_enabling, "arithmetic_of", lambda _: ARITHMETIC)
     return exact.enable(model.to(device))
 
 

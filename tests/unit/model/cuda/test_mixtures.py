@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams, exact, routing
-from rollout_engine.exact import trainer as exact_trainer
+from rollout_engine.exact import enabling as exact_enabling
 from rollout_engine.model.cuda.row_invariance import ARITHMETIC
 from rollout_engine.testing.models import tiny_checkpoint, tiny_model
 from tests.unit.model.cuda.test_engine import DRAWN, GREEDY, PROMPTS, Rerun, assert_alike, graphs_by, run, runner_of
@@ -80,7 +80,7 @@ def trainer_of(monkeypatch, checkpoints, device):
     def get(architecture):
         model = AutoModelForCausalLM.from_pretrained(str(checkpoints(architecture))).to(device)
         with monkeypatch.context() as patch:
-            patch.setattr(exact_trainer, "arithmetic_of", lambda _: ARITHMETIC)
+            patch.setattr(exact_enabling, "arithmetic_of", lambda _: ARITHMETIC)
             return exact.enable(model)
 
     return get

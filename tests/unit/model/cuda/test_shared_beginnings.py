@@ -11,6 +11,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 def test_scores_compute_a_shared_beginning_once_and_candidates_are_parts_of_one_softmax(engine_on, monkeypatch):
     llm = engine_on("device", deterministic=True)
     prompt, completions = list(range(40, 62)), [[5, 6], [5, 7], [9]]

@@ -190,6 +190,7 @@ def test_packed_rows_have_the_bits_of_rows(trainer_of, device):
             assert torch.equal(together[start : start + len(alone)], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", [TYPE, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(FUSED - {TYPE}))]
 )
