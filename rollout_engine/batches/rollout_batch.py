@@ -44,8 +44,8 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("rewards", NAME)                         [B, 1]                float32, of each function if there is a list of
                                                                     them; NaN if it does not apply
     ("masks", "turn")                         [B, T]   [1, N]       int64; only of episodes
-    ("teacher", NAME, "log_probs")            [B, T]   [1, N]       float32; a teacher's, of the sampled tokens; 0
-                                                                    outside the assistant mask; NaN if it failed
+    ("teacher", NAME, "log_probs")            [B, T]   [1, N]       float32; a teacher's, of the tokens that have the
+                                                                    policy's; 0 of the others; NaN if it failed
     ("teacher", NAME, "top_ids")              [B, T, k]             int64; with teacher_top_k: the teacher's most likely
                                                        [1, N, k]    tokens, or the policy's; -1 outside the mask
     ("teacher", NAME, "top_log_probs")        [B, T, k]             float32; the teacher's log-probs of these; -inf

@@ -126,11 +126,18 @@ def token_logprobs_and_entropies(
     """Log-probs as `token_logprobs` returns them, and entropies as `token_entropy` does, of one forward.
 
     Both float32 [B, T - 1]. The entropies carry no gradient: those of `token_entropy` do. Arguments, errors and
-    warnings are those of `token_logprobs`.
+    warnings are those of `token_logprobs`. Without a temperature each is at its own, which differ if a batch's
+    log-probs are "raw".
     """
     ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures)
-    logprobs, entropies = _compute_at_next_tokens(model, ids, [_logprobs, _entropies], num_with_gradient=1)
-    return logprobs, entropies
+    if temperature is None and isinstance(input_ids, TensorDictBase):
+        temperature = sampled_temperature(input_ids)
+
+    def entropies(found: NextTokens, of_logprobs: float, *others: Any) -> Tensor:
+        return _entropies(found, temperature or of_logprobs, *others)
+
+    values = _compute_at_next_tokens(model, ids, [_logprobs, entropies], num_with_gradient=1)
+    return values[0], values[1]
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:

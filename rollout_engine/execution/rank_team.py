@@ -318,6 +318,7 @@ def _undrawn(new: NewSequence) -> NewSequence:
     params = SamplingParams(
         prompt_logprobs=None if new.params.prompt_logprobs is None else 0,
         return_routed_experts=new.params.return_routed_experts,
+        return_hidden_states=new.params.return_hidden_states,
     )
     return msgspec.structs.replace(new, params=params, seed=0, eos_token_ids=[], bad_words=[])
 

@@ -96,7 +96,7 @@ class ScoredBatch:
 def as_candidate_tensor(given: Any, batch: TensorDictBase, vocab_size: int) -> Tensor:
     """Check candidates [B, T, K], or [1, N, K] of a packed batch, and return them as int64.
 
-    Ids outside the assistant mask are not read, and become 0. Raises `RequestError` for other shapes, and for ids
+    Ids of tokens without log-probs are not read, and become 0. Raises `RequestError` for other shapes, and for ids
     outside the vocabulary.
     """
     shape = list(batch["tokens", "full"].shape)
@@ -106,10 +106,10 @@ def as_candidate_tensor(given: Any, batch: TensorDictBase, vocab_size: int) -> T
         shown = type(given).__name__ if candidates is None else f"{candidates.dtype} {list(candidates.shape)}"
         bound = f"a tensor of integers {[*shape, 'K']}, K tokens for each of ('tokens', 'full')"
         raise RequestError.for_field("candidate_ids", shown, bound)
-    sampled = batch["masks", "all_assistant_mask"][..., None]
-    wrong = ((candidates < 0) | (candidates >= vocab_size)) & sampled
+    scored = scored_mask(batch)[..., None]
+    wrong = ((candidates < 0) | (candidates >= vocab_size)) & scored
     if wrong.any():
         row, column, number = wrong.nonzero()[0].tolist()
         field = f"candidate_ids[{row}, {column}, {number}]"
         raise RequestError.for_field(field, int(candidates[row, column, number]), f"in [0, {vocab_size})")
-    return candidates.long().masked_fill(~sampled, 0)
+    return candidates.long().masked_fill(~scored, 0)

@@ -63,7 +63,7 @@ def test_the_trainer_has_the_bits_of_a_rollouts_entropies(policy, trainer, chang
         sampled = part["masks", "all_assistant_mask"][:, 1:]
         ours = exact.token_entropy(trainer, part)
         assert torch.equal(ours[sampled], part["entropy", "full"][:, 1:][sampled])
-    if "logprobs_mode" not in changes:
+    if changes.get("logprobs_mode") != "processed":  # of edited logits
         logprobs, entropies = exact.token_logprobs_and_entropies(trainer, batch)
         assert torch.equal(entropies, found) and not entropies.requires_grad and logprobs.requires_grad
     found.sum().backward()

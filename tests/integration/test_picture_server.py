@@ -194,6 +194,17 @@ def test_a_picture_has_the_same_bits_in_every_dialect(http, expected):
     assert [each[0] for each in first["meta_info"]["output_token_logprobs"]] == logprobs
 
 
+def test_scores_of_ids_at_the_places_of_a_prompt_see_its_pictures(http, expected):
+    prompt_ids, token_ids, _ = expected
+    body = {"input_ids": prompt_ids, "image_data": [data_url(PICTURE)], "return_logprob": True, "logprob_start_len": 0}
+    body |= {"sampling_params": {"max_new_tokens": 0}, "token_ids_logprob": list(dict.fromkeys(prompt_ids))}
+    meta = ask(http, "/generate", body)["meta_info"]
+    rows = meta["input_token_ids_logprobs"]
+    assert len(rows) == len(prompt_ids) == len(meta["input_token_logprobs"])
+    for row, (own, token, _) in list(zip(rows, meta["input_token_logprobs"], strict=True))[1:]:
+        assert own in [value for value, listed, _ in row if listed == token]
+
+
 def test_samples_of_a_stream_have_these_bits_too(http, expected):
     with http.stream("POST", "/v1/chat/completions", json=chat(url_part(data_url(PICTURE)), stream=True)) as response:
         assert response.status_code == 200

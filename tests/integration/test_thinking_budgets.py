@@ -170,6 +170,8 @@ def test_rollouts_leave_forced_tokens_out_and_the_trainer_agrees_on_them(policy,
     report = exact.check(batch, logprobs)
     assert report.is_exact and report.num_tokens == int(assistant.sum())
     assert torch.equal(policy.score(batch), batch["log_probs", "full"])
+    own = policy.score(batch, candidate_ids=batch["tokens", "full"][..., None])
+    assert torch.equal(own[..., 0], batch["log_probs", "full"])
 
 
 def test_what_is_made_of_a_rollout_keeps_the_mask(policy, tmp_path):
