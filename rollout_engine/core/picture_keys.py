@@ -5,8 +5,12 @@
 
 So a block is found again only if the features before and in it are those of the same pictures. Token ids are below
 2**31. The first placeholder of a span has a number of its own: the same picture twice is not one of twice its length.
+A picture whose span has other tokens between its placeholders has another number: where tokens see a picture to its
+end, KV depends on the span behind them.
 """
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -16,11 +20,11 @@ from rollout_engine.base.pictures import PictureInfo
 
 _FIRST, _END = 1 << 30, 1 << 31
 _MAX_KNOWN = 1 << 16
-"""Digests that are remembered: those used last. A picture that was forgotten gets a new number: a miss."""
+"""Identities that are remembered: those used last. A picture that was forgotten gets a new number: a miss."""
 
 
 class PictureKeys:
-    """Numbers of pictures, by their digests; none is given twice."""
+    """Numbers of pictures in their spans; none is given twice."""
 
     def __init__(self, info: PictureInfo | None, *, max_known: int = _MAX_KNOWN) -> None:
         self._info, self._max_known = info, max_known
@@ -32,26 +36,33 @@ class PictureKeys:
         assert self._info is not None, "pictures are checked by then"
         return keyed_prompt(request, self._info.image_token_id, self._number_of)
 
-    def _number_of(self, digest: bytes) -> int:
-        number = self._numbers.get(digest)
+    def _number_of(self, identity: bytes) -> int:
+        number = self._numbers.get(identity)
         if number is None:
             if self._next == _END:
                 raise LifecycleError(f"add_request: this engine has had {_END - _FIRST} pictures: make a new one.")
-            number = self._numbers[digest] = self._next
+            number = self._numbers[identity] = self._next
             self._next += 1
             if len(self._numbers) > self._max_known:
                 self._numbers.popitem(last=False)
         else:
-            self._numbers.move_to_end(digest)
+            self._numbers.move_to_end(identity)
         return number
 
 
 def keyed_prompt(request: EngineCoreRequest, image_token_id: int, number_of: Callable[[bytes], int]) -> list[int]:
-    """A prompt's token ids, with `number_of` a picture's digest in the placeholders of its span: 2k, 2k+1, 2k+1..."""
+    """A prompt's token ids, with numbers of pictures in the placeholders of their spans: 2k, 2k+1, 2k+1...
+
+    `number_of`: gives k for the 16 bytes that identify a picture and the tokens of its span.
+    """
     keys = request.prompt_token_ids.copy()
     for placed in request.pictures:
-        number = 2 * number_of(placed.picture.digest)
         span = keys[placed.start : placed.end]
+        number = 2 * number_of(_identity_of(placed.picture.digest, span))
         keys[placed.start : placed.end] = [number + 1 if each == image_token_id else each for each in span]
         keys[placed.start] = number
     return keys
+
+
+def _identity_of(digest: bytes, span: list[int]) -> bytes:
+    return hashlib.blake2b(digest + array("I", span).tobytes(), digest_size=16).digest()

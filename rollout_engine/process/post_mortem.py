@@ -276,7 +276,7 @@ def _prompt_keys(source: EngineCoreRequest, config: CoreConfig) -> list[int]:
     """A number for each token of the prompt, made of a picture's digest if it stands for the picture."""
     if not source.pictures or config.pictures is None:
         return source.prompt_token_ids
-    return keyed_prompt(source, config.pictures.image_token_id, lambda digest: 1 << 128 | int.from_bytes(digest))
+    return keyed_prompt(source, config.pictures.image_token_id, lambda identity: 1 << 128 | int.from_bytes(identity))
 
 
 def _space(source: EngineCoreRequest) -> str:

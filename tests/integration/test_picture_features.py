@@ -80,6 +80,28 @@ def test_features_are_fetched_once_encoded_and_are_those_of_the_live_tower(check
         policy.wake_up()
 
 
+def test_a_weight_outside_of_the_parts_is_one_of_the_tower(tmp_path):
+    """LLaVA-NeXT ends lines of features with a parameter that belongs to no module of its own."""
+    directory = tiny_vision_checkpoint(tmp_path, "llava_next")
+    model = exact.enable(AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32))
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with RolloutPolicy.from_pretrained(str(directory), dtype="float32", log_stats=False) as policy:
+        batch = policy.add_picture_features(policy.rollout(PROMPTS[:1], PARAMS, use_tqdm=False))
+        held = exact.inputs(batch, features=True)
+        assert differing(model, batch, **held) == 0
+        model.model.image_newline.requires_grad_(True)
+        with pytest.raises(ConfigError, match="'model.image_newline' requires a gradient"):
+            differing(model, batch, **held)
+        model.model.image_newline.requires_grad_(False).add_(0.5)
+        with pytest.raises(ConfigError, match="of another vision tower"):
+            differing(model, batch, **held)
+        policy.update_weights({"model.image_newline": model.model.image_newline}, partial=True)
+        again = policy.add_picture_features(policy.rollout(PROMPTS[:1], PARAMS, use_tqdm=False))
+        for features in (True, False):
+            assert differing(model, again, **exact.inputs(again, features=features)) == 0
+
+
 def test_trls_loss_gets_inputs_that_compute_the_sampled_log_probs(checkpoint, trainer):
     with RolloutPolicy.from_pretrained(str(checkpoint), dtype="float32", log_stats=False) as policy:
         batch = policy.rollout(PROMPTS, PARAMS, num_samples=2, use_tqdm=False)

@@ -218,6 +218,23 @@ def test_equal_ids_with_another_picture_share_no_prefix(weights_of):
     assert (counts["compared"], counts["wrong"]) == (3 * 4 * 8, 0)
 
 
+def test_spans_of_one_picture_that_end_elsewhere_share_no_prefix(weights_of):
+    """Where tokens see a picture to its end, KV of its first ones depends on the tokens of the whole span."""
+    weights = weights_of("gemma3", torch.bfloat16)
+    picture, token = weights.source.picture(1, 40, 32), weights.source.token
+    size = weights.source.num_features(picture)
+    params, counts = SamplingParams(max_tokens=4, logprobs=0, ignore_eos=True, seed=3), Counter()
+    with LLM(str(weights.directory), log_stats=False, block_size=4, dtype="bfloat16") as llm:
+        outputs = []
+        for between in ([], [33] * 4, [33] * 4):
+            ids = [5, 6, 7, 8, *[token] * 8, *between, *[token] * (size - 8), 9, 10, 11, 12]
+            placed = (PlacedPicture(4, len(ids) - 4, picture),)
+            outputs += llm.generate([as_prompt(Drawn(ids, placed))], params, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 4, 24]
+    compare(outputs, weights.of, 1.0, counts)
+    assert (counts["compared"], counts["wrong"]) == (12, 0)
+
+
 def test_score_and_a_loaded_trainer_have_the_sampled_bits(weights_of):
     weights, rng = weights_of("qwen3_vl", torch.float32), random.Random(6)
     prompts, counts = draw_prompts(weights.source, rng), Counter()

@@ -62,8 +62,11 @@ class PlacedFeatures(NamedTuple):
         return self._replace(row_of=self.row_of[:, :length], positions=positions, reach=reach)
 
     def keys(self, input_ids: Tensor) -> Tensor:
-        """int64 [B, T]: numbers that are equal if the embeddings are: ids of tokens, and others for features."""
-        return torch.where(self.row_of < 0, input_ids, self.row_of + _FIRST_KEY)
+        """int64 [B, T]: ids of tokens, and other numbers for features: equal if the rows and how far they see are."""
+        of_features = self.row_of + _FIRST_KEY
+        if self.reach is not None:
+            of_features += self.reach.tokens.long() * (2 * _FIRST_KEY)
+        return torch.where(self.row_of < 0, input_ids, of_features)
 
     def embed(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] of the tokens -> those with the features in their places."""

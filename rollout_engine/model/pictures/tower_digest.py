@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import xxhash
 from torch import Tensor, nn
 
-from rollout_engine.model.pictures.tower_forward import picture_parts
+from rollout_engine.model.pictures.tower_forward import loose_parameters, picture_parts
 from sync.digests import tensor_bytes
 
 Values = Callable[[str], Tensor]
@@ -32,6 +32,7 @@ def tower_digest(owner: nn.Module, values: Values | None = None) -> str:
 
 def _weights_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights by the names that they have without LoRA layers around them."""
+    yield from loose_parameters(owner).items()
     paths = {id(child): path for path, child in owner.named_modules()}
     for part in picture_parts(owner):
         for name, tensor in part.state_dict(prefix=f"{paths[id(part)]}.").items():

@@ -46,11 +46,27 @@ def picture_parts(composite: nn.Module) -> list[nn.Module]:
 
     The text model may have been removed.
     """
+    return list(_parts_without(composite, _text_of(composite)))
+
+
+def loose_parameters(composite: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name that belong to no part: those of modules around the text model (LLaVA-NeXT's line ends)."""
+    text = _text_of(composite)
+    return {
+        f"{path}.{name}".lstrip("."): parameter
+        for path, child in composite.named_modules()
+        if id(child) not in text and any(id(each) in text for each in child.modules())
+        for name, parameter in child.named_parameters(recurse=False)
+    }
+
+
+def _text_of(composite: nn.Module) -> set[int]:
+    """Ids of the modules that are the text model, or stand in its place."""
     text = {id(child) for child in composite.modules() if isinstance(child, NoText)}
     if not text:
         part = TextPart.of(composite)
         text = {id(part.decoder), id(part.head)}
-    return list(_parts_without(composite, text))
+    return text
 
 
 def _parts_without(module: nn.Module, text: set[int]) -> Iterator[nn.Module]:

@@ -15,7 +15,7 @@ from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.pictures import EncodedPicture, PlacedPicture
 from rollout_engine.model.pictures.feature_arrays import from_arrays
 from rollout_engine.model.pictures.tower_digest import tower_digest
-from rollout_engine.model.pictures.tower_forward import PictureFeatures, picture_parts
+from rollout_engine.model.pictures.tower_forward import PictureFeatures, loose_parameters, picture_parts
 from rollout_engine.model.training.adapted_layers import active_adapters
 from rollout_engine.model.training.batch_pictures import TokenRun, require_whole_tower
 
@@ -67,13 +67,15 @@ def features_by_digest(composite: Any, held: Any, input_ids: Tensor) -> dict[byt
 
 def _require_fixed_tower(composite: Any) -> None:
     """Raise `ConfigError` if features of an engine lack gradients, or an adapter, that the model's own would have."""
+    own = [pair for part in picture_parts(composite) for pair in part.named_parameters()]
+    own += loose_parameters(composite).items()
+    trained = next((name for name, each in own if each.requires_grad), None)
+    if trained is not None and torch.is_grad_enabled():
+        raise ConfigError(
+            f"features=True is for a frozen vision tower and projector, and '{trained}' requires a gradient, which "
+            "it would not get. Freeze them (requires_grad_(False)), or leave features=True out."
+        )
     for part in picture_parts(composite):
-        trained = next((name for name, each in part.named_parameters() if each.requires_grad), None)
-        if trained is not None and torch.is_grad_enabled():
-            raise ConfigError(
-                f"features=True is for a frozen vision tower and projector, and '{trained}' requires a gradient, which "
-                "it would not get. Freeze them (requires_grad_(False)), or leave features=True out."
-            )
         if names := active_adapters(part) - {None}:
             raise ConfigError(
                 f"features=True: an engine's features are those without an adapter, and the vision tower has "

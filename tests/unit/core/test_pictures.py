@@ -77,7 +77,7 @@ def test_the_tokens_between_placeholders_count_and_so_does_where_a_picture_begin
         ("rows", prompt_of(*range(4), (A, rows), 5), 0),
         ("columns", prompt_of(*range(4), (A, columns), 5), 4),
         ("twice", prompt_of(*range(4), (A, [IMAGE] * 4), (A, [IMAGE] * 4), 5), 4),
-        ("once", prompt_of(*range(4), (A, [IMAGE] * 8), 5), 8),  # its first features are the same
+        ("once", prompt_of(*range(4), (A, [IMAGE] * 8), 5), 4),
         ("other order", prompt_of(*range(4), (B, [IMAGE] * 4), (A, [IMAGE] * 4), 5), 4),
         ("rows again", prompt_of(*range(4), (A, rows), 5), 12),
     ):
