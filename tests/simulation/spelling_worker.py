@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.base.seeds import mix
+from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
@@ -189,11 +190,11 @@ class SpellingWorker:
 
     def score(
         self, sequences: list[list[int]], num_prompt: list[int], temperature: float
-    ) -> Iterator[dict[int, np.ndarray]]:
+    ) -> Iterator[dict[int, TokenScores]]:
         """Minus the position of every token; a sequence is a piece."""
         for i, (ids, first) in enumerate(zip(sequences, num_prompt, strict=True)):
             self._reach("score")
-            yield {i: -np.arange(first, len(ids), dtype=np.float32)}
+            yield {i: TokenScores(-np.arange(first, len(ids), dtype=np.float32))}
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         self.updater.live("apply_model")

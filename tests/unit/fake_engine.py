@@ -4,6 +4,7 @@ import numpy as np
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pooling_params import PoolingInfo
+from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor
@@ -62,7 +63,7 @@ class FakeModel(FakeExecutor):
         self.scored_at = temperature
         pairs = zip(sequences, num_prompt, strict=True)
         for i, (ids, first) in enumerate(pairs):
-            yield {i: -np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature)}
+            yield {i: TokenScores(-np.arange(first, len(ids), dtype=np.float32) / np.float32(temperature))}
 
     def metadata(self):
         return {"embed.weight": ("float32", (VOCAB_SIZE, 8))}
