@@ -107,6 +107,16 @@ def whole(checkpoint):
         yield engine
 
 
+def test_hidden_states_of_ranks_change_no_token(engine, whole):
+    params = SAMPLED.clone(return_hidden_states="all")
+    found, expected = (each.generate(PROMPTS, params, use_tqdm=False) for each in (engine, whole))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.array_equal(ours.prompt_hidden_states, theirs.prompt_hidden_states)
+        for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert one.token_ids == other.token_ids and one.logprobs.tobytes() == other.logprobs.tobytes()
+            assert np.array_equal(one.hidden_states, other.hidden_states)
+
+
 def test_ranks_give_the_bits_of_one_process(engine, whole):
     assert all_of(engine, "qwen3") == all_of(whole, "qwen3")
     assert num_preemptions(engine) == num_preemptions(whole) > 0

@@ -130,7 +130,7 @@ class _GenerateCall(Call):
             np.tile(np.array(wanted.token_ids, np.int64), (len(completion), 1)),
             temperature=1.0 if params.logprobs_mode == "raw" else params.temperature,
             lora=lora,
-            pictures=[output.pictures] if output.pictures else None,
+            pictures=[output.pictures] if output.pictures else None,  # type: ignore[arg-type]  # the verb's `prepare` reads it
         )
         assert scores.candidates is not None, "they were asked for"
         self._prompt_scores[index] = scores.candidates
