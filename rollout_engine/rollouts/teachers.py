@@ -186,8 +186,11 @@ class TeacherColumns(NamedTuple):
         `columns`: by name, those of prompts, None if they are not known yet. `ConfigError` for another tokenizer,
         `RequestError` for sampling parameters and columns, and the error of a teacher that cannot be asked.
         """
-        temperatures = {each.temperature if each.logprobs_mode == "tempered" else 1.0 for each in params}
-        is_mixed = len(temperatures) > 1 or any(each.logprobs_mode == "processed" for each in params)
+        if any(each.logprobs_mode == "processed" for each in params):
+            why = "A teacher's log-probs are of the whole vocabulary, and 'processed' ones of the tokens that were left."
+            hint = f"{why} Keep the default, under which return_support works too."
+            raise RequestError.for_field("logprobs_mode", "processed", "'tempered' or 'raw' with teachers", hint)
+        is_mixed = len({each.temperature if each.logprobs_mode == "tempered" else 1.0 for each in params}) > 1
         for teacher in self.teachers:
             if is_mixed and teacher.temperature is None:
                 hint = "Give Teacher(temperature=...): the rollout's log-probs are not all of one temperature."

@@ -219,6 +219,23 @@ def test_rows_that_a_teacher_cannot_take_are_refused_with_its_name(policy, large
             rollout(policy, [teacher])
 
 
+def test_log_probs_of_truncated_logits_are_refused_with_teachers_and_warned_of_in_scores(policy, big, caplog):
+    processed = PARAMS.clone(top_p=0.8, logprobs_mode="processed", return_support=True)
+    for teacher in (big, Teacher(policy, name="own", temperature=0.7)):
+        with pytest.raises(RequestError, match="logprobs_mode='processed' .*whole vocabulary.*return_support"):
+            rollout(policy, [teacher], processed)
+    with pytest.raises(RequestError, match="logprobs_mode='processed'"):
+        policy.collect(PROMPTS, processed, num_samples=2, groups_per_batch=1, teachers=[big])
+    tempered = rollout(policy, [Teacher(policy)], processed.clone(logprobs_mode="tempered"))
+    assert torch.equal(tempered["teacher", "teacher", "log_probs"], tempered["log_probs", "full"])
+    policy.score(tempered, 0.7)
+    assert "whole vocabulary" not in caplog.text
+    batch = rollout(policy, [], processed)
+    for _ in range(2):
+        policy.score(batch, 0.7)
+    assert caplog.text.count("renormalised over batch['support'], and scores are of the whole vocabulary") == 1
+
+
 def test_arguments_that_do_not_fit_are_refused(policy, big):
     for teachers, options, words in (
         ([big, Teacher(policy, name="big")], {}, "teachers=.* of different names"),
