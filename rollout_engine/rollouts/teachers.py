@@ -75,7 +75,7 @@ class Teacher:
             lora: the adapter that scores, if the source is an engine; its name, or a model's, if it is a server. None:
                 the base model alone, so a policy that trains an adapter is its own reference.
             temperature: of its log-probs; None: that of the rollout's.
-            on_failure: if it dies, or does not answer: "raise" a `TeacherError` in place of the rollout; or return the
+            on_failure: if it dies, does not answer, or does not take what was sampled: "raise" a `TeacherError` in place of the rollout; or return the
                 rollout with NaN in its columns ("nan"), and log a warning.
             timeout: seconds that a score may take; None: no limit of an engine, ten minutes for a request to a server.
             api_key: of a server.
@@ -214,11 +214,15 @@ class TeacherColumns(NamedTuple):
                 raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound)
 
     def prepare_prompts(self, tasks: Sequence[GroupTask]) -> None:
-        """Make the prompts that teachers see in place of those of `tasks`. Raises `RequestError` for wrong ones."""
+        """Make the prompts that teachers see in place of those of `tasks`. Raises `RequestError` for wrong ones.
+
+        A wrong one is also one that leaves less room than `max_tokens`, unless the teacher may fail.
+        """
         for teacher in self.teachers:
             if teacher.prompt is not None:
                 for task in tasks:
-                    self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
+                    made = self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
+                    _check_room(teacher, task, len(made))
 
     def refuse_prompts(self, reason: str) -> None:
         """Raise `RequestError` if a teacher is to see a prompt of its own."""
@@ -253,9 +257,7 @@ class TeacherColumns(NamedTuple):
         temperature = temperature if teacher.temperature is None else teacher.temperature
         try:
             found = teacher.source.score(scored, prompts, asked, top_k, temperature)
-        except RequestError as problem:
-            raise _refusal(teacher, problem) from problem
-        except RolloutEngineError as problem:
+        except RolloutEngineError as problem:  # also of rows that it does not take: they have been sampled
             if teacher.on_failure == "raise":
                 raise _failure(teacher, problem) from problem
             logger.warning("Teacher '%s' failed, and its columns are NaN: %s", teacher.name, problem)
@@ -278,7 +280,9 @@ class TeacherColumns(NamedTuple):
             hint = "Its prompts are texts, conversations without pictures, or ids."
             raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", "given", "None with pictures", hint)
         tasks = [group.task for group in groups if isinstance(group, Group)]
-        self.prepare_prompts([task for task in tasks if (teacher.name, task.index) not in self.prompt_ids])
+        for task in tasks:
+            if (teacher.name, task.index) not in self.prompt_ids:
+                self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
         of_groups = [self.prompt_ids.pop((teacher.name, group.index)) for group in groups]
         by_row = [ids for ids, group in zip(of_groups, groups, strict=True) for _ in group.samples]
         return [by_row[row.index] + row.prompt[num_prompt[row.index] :] for row in scored.rows]
@@ -313,6 +317,17 @@ def with_teachers(teachers: TeacherColumns | None, batch: TensorDict, groups: Se
     return batch
 
 
+def _check_room(teacher: Teacher, task: GroupTask, num_tokens: int) -> None:
+    """Raise `RequestError` if `max_tokens` may not fit behind a prompt of the teacher's, which has so many tokens."""
+    info, most = teacher.source.info, task.params.max_tokens
+    if info is None or teacher.on_failure == "nan" or num_tokens + (most or 1) <= info.max_model_len:
+        return
+    field = f"prompt of teacher '{teacher.name}', for prompts[{task.index}]"
+    bound = f"at most its max_model_len={info.max_model_len}, with max_tokens={most} behind it"
+    hint = "Shorten it, lower max_tokens, or give Teacher(on_failure='nan')."
+    raise RequestError.for_field(field, f"{num_tokens} tokens", bound, hint)
+
+
 def _columns(found: TokenScores, candidates: np.ndarray | None) -> dict[str, np.ndarray]:
     """The columns of one teacher, end to end."""
     columns = {"log_probs": found.logprobs}
@@ -342,7 +357,8 @@ def _refusal(teacher: Teacher, problem: RequestError) -> RequestError:
 def _failure(teacher: Teacher, problem: RolloutEngineError) -> TeacherError:
     """The error of a rollout whose teacher failed."""
     advice = "Teacher(on_failure='nan') returns such rollouts, with NaN in its columns"
-    return TeacherError(f"Teacher '{teacher.name}' failed: {problem} ({advice}.)")
+    behind = "" if teacher.prompt is None else " behind the prompt that it alone sees"
+    return TeacherError(f"Teacher '{teacher.name}' failed{behind}: {problem} ({advice}.)")
 
 
 def _checked_name(name: Any) -> str:

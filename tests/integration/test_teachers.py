@@ -213,10 +213,25 @@ def test_a_dead_teacher_ends_the_rollout_or_its_columns_alone(policy, larger, ca
     assert (top == -1).all()
 
 
-def test_rows_that_a_teacher_cannot_take_are_refused_with_its_name(policy, larger):
-    with Teacher(larger, name="short", on_failure="nan", **(SIZES | dict(max_model_len=8))) as teacher:
-        with pytest.raises(RequestError, match="Teacher 'short': .*max_model_len=8"):
-            rollout(policy, [teacher])
+def test_rows_that_a_teacher_cannot_take_are_its_failures(policy, larger):
+    with LLM(larger, **(SIZES | dict(max_model_len=8))) as engine:
+        with pytest.raises(TeacherError, match="Teacher 'short' failed: .*max_model_len=8"):
+            rollout(policy, [Teacher(engine, name="short")])
+        batch = rollout(policy, [Teacher(engine, name="short", on_failure="nan")])
+        assert batch["teacher", "short", "log_probs"][batch["masks", "all_assistant_mask"]].isnan().all()
+
+
+def test_a_teachers_prompt_that_leaves_no_room_is_refused_before_anything_is_sampled(policy):
+    options = dict(name="told", prompt=lambda prompt: "x" * 125)
+    before = policy.get_metrics().core.counters.num_steps
+    with pytest.raises(RequestError, match=r"prompt of teacher 'told', for prompts\[0\]='125 tokens' .*max_tokens=8"):
+        rollout(policy, [Teacher(policy, **options)])
+    assert policy.get_metrics().core.counters.num_steps == before
+    batch = rollout(policy, [Teacher(policy, on_failure="nan", **options)])
+    assert batch["teacher", "told", "log_probs"][batch["masks", "all_assistant_mask"]].isnan().all()
+    collector = policy.collect(PROMPTS, PARAMS, groups_per_batch=1, teachers=[Teacher(policy, **options)])
+    with collector, pytest.raises(TeacherError, match="'told' failed behind the prompt that it alone sees: "):
+        next(collector)
 
 
 def test_log_probs_of_truncated_logits_are_refused_with_teachers_and_warned_of_in_scores(policy, big, caplog):
