@@ -200,6 +200,7 @@ class TeacherColumns(NamedTuple):
                 raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", teacher.prompt, known)
             try:
                 teacher.source.check(self.frontend)
+                self._check_vocabulary(teacher)
             except ConfigError as problem:
                 raise ConfigError(f"Teacher '{teacher.name}': {problem}") from None
             except RequestError as problem:
@@ -212,6 +213,18 @@ class TeacherColumns(NamedTuple):
             if len(widths) > 1 or not all(width and width > 0 for width in widths):
                 bound = "the same k of at least 1 for all prompts, with teacher_top_k='student'"
                 raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound)
+
+    def _check_vocabulary(self, teacher: Teacher) -> None:
+        """Raise `RequestError` if top k tokens may be outside the vocabulary of the policy, or of the teacher."""
+        own, info = self.frontend.client.info.vocab_size, teacher.source.info
+        if info is None or self.top_k is None or info.vocab_size == own:
+            return
+        if self.top_k == "student" and info.vocab_size < own:
+            bound = f"None or an int: it has {info.vocab_size} ids, the policy {own}"
+            raise RequestError.for_field("teacher_top_k", self.top_k, bound)
+        if self.top_k != "student" and info.vocab_size > own:
+            bound = f"None or 'student': its {info.vocab_size} ids are more than the policy's {own}"
+            raise RequestError.for_field("teacher_top_k", self.top_k, bound)
 
     def prepare_prompts(self, tasks: Sequence[GroupTask]) -> None:
         """Make the prompts that teachers see in place of those of `tasks`. Raises `RequestError` for wrong ones.
@@ -257,6 +270,9 @@ class TeacherColumns(NamedTuple):
         temperature = temperature if teacher.temperature is None else teacher.temperature
         try:
             found = teacher.source.score(scored, prompts, asked, top_k, temperature)
+            own = self.frontend.client.info.vocab_size
+            if found.top_ids is not None and (found.top_ids >= own).any():
+                raise TeacherError(f"a most likely token, {found.top_ids.max()}, is outside the policy's {own} ids.")
         except RolloutEngineError as problem:  # also of rows that it does not take: they have been sampled
             if teacher.on_failure == "raise":
                 raise _failure(teacher, problem) from problem

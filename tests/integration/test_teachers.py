@@ -196,6 +196,19 @@ def test_without_a_tokenizer_the_sizes_of_vocabularies_decide(policy, larger):
         assert rollout(policy, [teacher])["teacher", "teacher", "log_probs"].any()
 
 
+def test_most_likely_tokens_are_of_both_vocabularies(policy, checkpoint, tmp_path):
+    with RolloutPolicy.from_pretrained(tiny_checkpoint(tmp_path, vocab_size=300), **SIZES) as wide:
+        teacher = Teacher(wide, name="wide")
+        with pytest.raises(RequestError, match="Teacher 'wide': teacher_top_k=2 .*its 300 ids .* policy's 259"):
+            rollout(policy, [teacher], teacher_top_k=2)
+        own = rollout(policy, [teacher], PARAMS.clone(logprobs=2), teacher_top_k="student")
+        ids, sampled = own["top_k", "ids"], own["masks", "all_assistant_mask"]
+        expected = wide.score(own, 0.7, candidate_ids=ids)
+        assert torch.equal(own["teacher", "wide", "top_log_probs"][sampled], expected[sampled])
+        with pytest.raises(RequestError, match="teacher_top_k='student' .*it has 259 ids, the policy 300"):
+            rollout(wide, [Teacher(policy)], PARAMS.clone(logprobs=2), teacher_top_k="student")
+
+
 def test_a_dead_teacher_ends_the_rollout_or_its_columns_alone(policy, larger, caplog):
     engine = LLM(larger, **SIZES)
     engine.shutdown()
