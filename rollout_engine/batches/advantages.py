@@ -162,8 +162,8 @@ def reverse_kl(
         cu_seqlens: [B + 1], of a packed batch, whose arguments and results are [1, N]. With a discount any [1, N] needs
             it, as it may be packed: torch.tensor([0, N]) for one sequence.
 
-    Raises `RequestError` for shapes that do not fit, for one row with a discount and without `cu_seqlens`, and for log-probs of a sampled token that are not finite, as those
-    of a teacher that failed.
+    Raises `RequestError` for shapes that do not fit, for one row with a discount and without `cu_seqlens`, and for
+    log-probs of a sampled token that are not finite, as those of a teacher that failed.
     """
     rows = None if cu_seqlens is None else _UnpackedRows(cu_seqlens, logprobs)
     if rows is not None:

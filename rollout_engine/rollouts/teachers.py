@@ -12,6 +12,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
@@ -25,6 +26,7 @@ from rollout_engine.base.provenance import rollout_note
 from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.batches.layout import FILL_OF_TEACHER, TEACHER
+from rollout_engine.batches.reward_functions import RewardCall
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import Face
@@ -70,7 +72,7 @@ class Teacher:
                 vLLM), "http://HOST:PORT".
             name: part of its columns, ("teacher", NAME, ...): letters, digits and underscores.
             prompt: another prompt, that the teacher alone sees (privileged information): a function of the rollout's
-                prompt and columns, `prompt(prompt, **columns)`, that returns a prompt of any kind; or the name of the
+                prompt and of those columns that it names (or all, with `**kwargs`), which returns a prompt of any kind; or the name of the
                 column that holds it. The sampled tokens are then scored behind that prompt. None: the rollout's own.
             lora: the adapter that scores, if the source is an engine; its name, or a model's, if it is a server. None:
                 the base model alone, so a policy that trains an adapter is its own reference.
@@ -311,8 +313,7 @@ class TeacherColumns(NamedTuple):
                 raise RequestError.for_field(field, teacher.prompt, f"one of the columns {sorted(columns)}")
             made = columns[teacher.prompt]
         else:
-            assert teacher.prompt is not None
-            made = teacher.prompt(given, **columns)
+            made = _call_prompt(field, teacher.prompt, given, columns)
         try:
             fields = as_fields(made)
             if "messages" in fields:
@@ -331,6 +332,16 @@ def with_teachers(teachers: TeacherColumns | None, batch: TensorDict, groups: Se
     if teachers is not None:
         teachers.add_to(batch, groups)
     return batch
+
+
+def _call_prompt(field: str, function: Any, prompt: Any, columns: Mapping[str, Any]) -> Any:
+    """Call a teacher's function with the prompt, and the columns that it takes, as reward functions are called."""
+    call = RewardCall(partial(function, prompt), field, 1.0)
+    if missing := call.missing(columns):
+        bound = f"a function of the prompt and of columns, {sorted(columns)}"
+        hint = f"It needs '{missing[0]}', which is no column."
+        raise RequestError.for_field(field, function, bound, hint)
+    return call.function(**{name: value for name, value in columns.items() if call.takes(name)})
 
 
 def _check_room(teacher: Teacher, task: GroupTask, num_tokens: int) -> None:

@@ -98,6 +98,7 @@ def test_a_teacher_sees_a_prompt_of_its_own(policy, big, scorer):
 
     teachers = [Teacher(policy, name="told", prompt=with_answer), Teacher(policy, name="column", prompt="hint")]
     batch = rollout(policy, teachers, columns={"hint": ["left", "right"]})
+    told = batch["teacher", "told", "log_probs"]
     texts = [["left: a prompt", "left: a prompt", "right: b", "right: b"], ["left", "left", "right", "right"]]
     for name, prompts in zip(("told", "column"), texts, strict=True):
         ids = [policy.tokenizer.encode(text) for text in prompts]
@@ -109,6 +110,10 @@ def test_a_teacher_sees_a_prompt_of_its_own(policy, big, scorer):
         found = batch["teacher", name, "log_probs"][batch["masks", "all_assistant_mask"]]
         assert torch.equal(found, torch.cat([torch.tensor(each) for each in expected]))
         assert not torch.equal(batch["teacher", name, "log_probs"], batch["log_probs", "full"])
+    both = dict(hint=["left", "right"], answer=[1, 2])
+    assert torch.equal(rollout(policy, teachers, columns=both)["teacher", "told", "log_probs"], told)
+    with pytest.raises(RequestError, match=r"prompt of teacher 'told'.*columns, \['answer'\]. It needs 'hint'"):
+        rollout(policy, teachers[:1], columns={"answer": [1, 2]})
     with pytest.raises(RequestError, match=r"prompt of teacher 'column'='hint' .* one of the columns \[\]"):
         rollout(policy, teachers[1:])
     with pytest.raises(RequestError, match=r"prompt of teacher 'told', for prompts\[0\]"):
