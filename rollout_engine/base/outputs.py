@@ -61,7 +61,8 @@ class CompletionOutput(msgspec.Struct):
     cumulative_logprob: float | None
     """Sum of `logprobs`."""
     kept_logprob_mass: np.ndarray | None
-    """float32 [T], log of the tempered mass of the tokens that top-k, top-p and min-p kept; None without them."""
+    """float32 [T], log of the tempered mass of the tokens that top-k, top-p and min-p kept, 0 of forced tokens; None
+    without them."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     """The stop id or stop string; None for the checkpoint's end token."""
@@ -91,7 +92,7 @@ class CompletionOutput(msgspec.Struct):
     which token t was drawn: that of the position before. None unless `return_hidden_states`, and without tokens."""
     forced: np.ndarray | None = None
     """bool [T], tokens that `thinking_budget` forced: they were not drawn, and their log-probs are the policy's as of
-    any other. None without a budget."""
+    any other; "processed" ones are 0, since nothing else was left to draw. None without a budget."""
 
     def logprob_dicts(self, tokenizer: Any = None) -> list[dict[int, Logprob]]:
         """Return for each token {token id: Logprob}: the sampled token first, then the most likely ones.

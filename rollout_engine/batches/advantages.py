@@ -159,21 +159,24 @@ def reverse_kl(
         mask: [B, T] bool, the sampled tokens: batch["masks", "all_assistant_mask"].
         coefficient: factor of all.
         discount: weight of the next token's difference, in [0, 1]; 0: its own alone counts.
-        cu_seqlens: [B + 1], of a packed batch, whose arguments and results are [1, N].
+        cu_seqlens: [B + 1], of a packed batch, whose arguments and results are [1, N]. With a discount any [1, N] needs
+            it, as it may be packed: torch.tensor([0, N]) for one sequence.
 
-    Raises `RequestError` for shapes that do not fit, and for log-probs of a sampled token that are not finite, as those
-    of a teacher that failed.
+    Raises `RequestError` for shapes that do not fit, for one row with a discount and without `cu_seqlens`, and for
+    log-probs of a sampled token that are not finite, as those of a teacher that failed.
     """
-    if cu_seqlens is not None:
-        rows = _UnpackedRows(cu_seqlens, logprobs)
-        given = (rows.unpack(each) for each in (logprobs, teacher_logprobs, mask))
-        return rows.pack(reverse_kl(*given, coefficient=coefficient, discount=discount))
+    rows = None if cu_seqlens is None else _UnpackedRows(cu_seqlens, logprobs)
+    if rows is not None:
+        logprobs, teacher_logprobs, mask = (rows.unpack(each) for each in (logprobs, teacher_logprobs, mask))
     _check_values(logprobs, mask)
     if teacher_logprobs.shape != logprobs.shape:
         bound = f"{list(logprobs.shape)}, as logprobs"
         raise RequestError.for_field("teacher_logprobs.shape", list(teacher_logprobs.shape), bound)
     if not 0 <= discount <= 1:
         raise RequestError.for_field("discount", discount, "in [0, 1]")
+    if rows is None and discount and len(logprobs) == 1:
+        hint = f"One row may be packed: batch['cu_seqlens'], or torch.tensor([0, {logprobs.shape[1]}]) of one sequence."
+        raise RequestError.for_field("cu_seqlens", None, "given for one row with a discount", hint)
     difference = (teacher_logprobs - logprobs).where(mask, 0.0)
     if not difference.isfinite().all():
         row, column = (~difference.isfinite()).nonzero()[0].tolist()
@@ -186,7 +189,8 @@ def reverse_kl(
             here = mask[:, t]
             following = torch.where(here, difference[:, t] + discount * following, following)
             difference[:, t] = torch.where(here, following, 0.0)
-    return coefficient * difference
+    difference *= coefficient
+    return difference if rows is None else rows.pack(difference)
 
 
 def per_token(batch: TensorDictBase, advantages: Tensor) -> Tensor:

@@ -14,18 +14,20 @@ B sequences, group-major; P, R, T: longest prompt, response, prompt + response; 
     ("masks", "response")                     [B, R]   [1, sum R]   bool; real tokens of response
     ("log_probs", "response"), ("…", "full")  [B, R], [B, T] …      float32; the policy's, 0 of tokens that are neither
                                                                     sampled nor forced
-    "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only if top-k, top-p or min-p cut
+    "kept_logprob_mass"                       [B, R]   [1, sum R]   float32; only if top-k, top-p or min-p cut;
+                                                                    0 of forced tokens
     "policy_version", "kv_min_version"        [B, T]   [1, N]       int64; likewise, -1 of the others
     "routed_experts"                          [B, T, L, k]          int16; experts of each token in the L layers with a
                                                        [1, N, L, k] router, -1 if it was not computed: the last of a
                                                                     sequence; only with return_routed_experts
-    ("entropy", "full")                       [B, T]   [1, N]       float32, nats; 0 outside the mask; only with entropy
+    ("entropy", "full")                       [B, T]   [1, N]       float32, nats; of sampled and forced tokens, as
+                                                                    log_probs; 0 of others; only with entropy
     ("top_k", "ids")                          [B, T, k]             int64; the k most likely tokens, most likely first;
-                                                       [1, N, k]    -1 outside the mask; only with logprobs=k, k >= 1
-    ("top_k", "log_probs")                    [B, T, k] …           float32; theirs; -inf outside the mask
+                                                       [1, N, k]    likewise, -1 of others; only with logprobs=k, k >= 1
+    ("top_k", "log_probs")                    [B, T, k] …           float32; theirs; -inf of others
     "hidden_states"                           [B, T, H]             in the model's dtype (here float32): the state from
                                                        [1, N, H]    which each token was drawn, that of the token before
-                                                                    it; 0 outside the mask. return_hidden_states="all":
+                                                                    it; 0 of others. return_hidden_states="all":
                                                                     of prompt tokens too, 0 for the first
     "group_id", "sample_index", "seed"        [B]                   int64
     "num_prompt_tokens"                       [B]                   int64; the start of the response in full

@@ -208,6 +208,10 @@ class Sample:
         first_char = self._num_rendered_chars if only_new else 0
         text = "" if self._text is None else self._try_decode(self._text.text) or ""
         self.num_rendered, self._num_rendered_chars = num_tokens, len(text)
+        forced = None if self._thinking is None else self._forced_from(self._thinking, start)
+        kept_mass = _from(start, self._kept_logprob_mass)
+        if kept_mass is not None and forced is not None:
+            kept_mass[forced] = 0.0  # the budget left one token, and truncation cut none
         return CompletionOutput(
             index=self._index,
             text=text[first_char:],
@@ -215,7 +219,7 @@ class Sample:
             logprobs=_from(start, self._logprobs),
             top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stack(start),
             cumulative_logprob=None if self._logprobs is None else self._sum_logprobs(),
-            kept_logprob_mass=_from(start, self._kept_logprob_mass),
+            kept_logprob_mass=kept_mass,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             version_spans=self._spans_from(start),
@@ -228,7 +232,7 @@ class Sample:
             support=None if self._support is None else self._support.stack(start),
             entropies=_from(start, self._entropies),
             hidden_states=self._hidden_states_from(start),
-            forced=None if self._thinking is None else self._forced_from(self._thinking, start),
+            forced=forced,
         )
 
     def _forced_from(self, thinking: ThinkingState, start: int) -> np.ndarray:

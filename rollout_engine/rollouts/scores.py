@@ -1,17 +1,25 @@
 """Scores of rollouts by an engine: `RolloutPolicy.score`, and the pass that gives all that a teacher is asked for."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from rollout_engine.base.lora_request import LoRALike
+from rollout_engine.base.provenance import rollout_note
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.batches.layout import check_batch
+from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.rollouts.scored_batch import ScoredBatch, as_candidate_tensor
+
+logger = logging.getLogger("rollout_engine")
+_warned: WeakSet[Frontend] = WeakSet()
+"""Engines whose scores of a processed rollout were warned of."""
 
 
 def score_rollout(
@@ -26,6 +34,7 @@ def score_rollout(
     needed = ["tokens", "masks", *(["routed_experts"] if replay_routing else [])]
     otherwise = "Token ids alone are scored by the engine: LLM.score(prompt_token_ids, completion_token_ids)."
     check_batch(batch, needed=needed, otherwise=otherwise)
+    _warn_of_processed(engine.frontend, batch)
     scored = ScoredBatch(batch)
     if replay_routing:
         options["routed_experts"] = [batch["routed_experts"][row.place][:-1].numpy() for row in scored.rows]
@@ -36,6 +45,20 @@ def score_rollout(
     found = score_pass(engine, scored, candidates=scored.take(candidates).numpy(), **options)
     assert found.candidates is not None
     return scored.spread(found.candidates, 0.0)
+
+
+def _warn_of_processed(frontend: Frontend, batch: TensorDictBase) -> None:
+    """Log a warning, once for each engine, if the log-probs of a rollout are not of the whole vocabulary."""
+    note = rollout_note(batch["tokens", "full"])
+    if note is None or (note.temperature is not None and not note.over_support) or frontend in _warned:
+        return
+    _warned.add(frontend)
+    cause = "renormalised over batch['support']" if note.over_support else "of edited logits, or of several temperatures"
+    logger.warning(
+        "score: the rollout's log-probs are %s, and scores are of the whole vocabulary at one temperature: do not "
+        "subtract one from the other. Sample with logprobs_mode='tempered', the default.",
+        cause,
+    )
 
 
 def score_pass(

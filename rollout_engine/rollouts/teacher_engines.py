@@ -27,6 +27,11 @@ class TeacherSource(Protocol):
         """Raise `ConfigError` unless its tokens are those of `student`."""
         ...
 
+    @property
+    def info(self) -> Any:
+        """Sizes of its model; None: not known."""
+        ...
+
     def score(
         self,
         scored: ScoredBatch,
@@ -59,6 +64,10 @@ class TeacherEngine:
         if student not in self._checked:
             check_tokens(self._engine.frontend, student)
             self._checked.add(student)
+
+    @property
+    def info(self) -> Any:
+        return self._engine.frontend.client.info
 
     def score(
         self,
@@ -101,6 +110,10 @@ class LaggedEngine:
 
     def check(self, student: Frontend) -> None:
         self._scorer.check(student)
+
+    @property
+    def info(self) -> Any:
+        return self._scorer.info
 
     def score(self, *arguments: Any) -> TokenScores:
         """Take the policy's live weights first, if those it has are `every` versions old."""

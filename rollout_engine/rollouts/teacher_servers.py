@@ -85,6 +85,10 @@ class TeacherServer:
                 )
         self._checked.add(student)
 
+    @property
+    def info(self) -> None:
+        """Not known."""
+
     def score(
         self,
         scored: ScoredBatch,

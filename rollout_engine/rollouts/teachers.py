@@ -12,6 +12,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
@@ -25,6 +26,7 @@ from rollout_engine.base.provenance import rollout_note
 from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.batches.layout import FILL_OF_TEACHER, TEACHER
+from rollout_engine.batches.reward_functions import RewardCall
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import Face
@@ -70,12 +72,12 @@ class Teacher:
                 vLLM), "http://HOST:PORT".
             name: part of its columns, ("teacher", NAME, ...): letters, digits and underscores.
             prompt: another prompt, that the teacher alone sees (privileged information): a function of the rollout's
-                prompt and columns, `prompt(prompt, **columns)`, that returns a prompt of any kind; or the name of the
+                prompt and of those columns that it names (or all, with `**kwargs`), which returns a prompt of any kind; or the name of the
                 column that holds it. The sampled tokens are then scored behind that prompt. None: the rollout's own.
             lora: the adapter that scores, if the source is an engine; its name, or a model's, if it is a server. None:
                 the base model alone, so a policy that trains an adapter is its own reference.
             temperature: of its log-probs; None: that of the rollout's.
-            on_failure: if it dies, or does not answer: "raise" a `TeacherError` in place of the rollout; or return the
+            on_failure: if it dies, does not answer, or does not take what was sampled: "raise" a `TeacherError` in place of the rollout; or return the
                 rollout with NaN in its columns ("nan"), and log a warning.
             timeout: seconds that a score may take; None: no limit of an engine, ten minutes for a request to a server.
             api_key: of a server.
@@ -186,8 +188,11 @@ class TeacherColumns(NamedTuple):
         `columns`: by name, those of prompts, None if they are not known yet. `ConfigError` for another tokenizer,
         `RequestError` for sampling parameters and columns, and the error of a teacher that cannot be asked.
         """
-        temperatures = {each.temperature if each.logprobs_mode == "tempered" else 1.0 for each in params}
-        is_mixed = len(temperatures) > 1 or any(each.logprobs_mode == "processed" for each in params)
+        if any(each.logprobs_mode == "processed" for each in params):
+            why = "A teacher's log-probs are of the whole vocabulary, and 'processed' ones of the tokens that were left."
+            hint = f"{why} Keep the default, under which return_support works too."
+            raise RequestError.for_field("logprobs_mode", "processed", "'tempered' or 'raw' with teachers", hint)
+        is_mixed = len({each.temperature if each.logprobs_mode == "tempered" else 1.0 for each in params}) > 1
         for teacher in self.teachers:
             if is_mixed and teacher.temperature is None:
                 hint = "Give Teacher(temperature=...): the rollout's log-probs are not all of one temperature."
@@ -197,6 +202,7 @@ class TeacherColumns(NamedTuple):
                 raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", teacher.prompt, known)
             try:
                 teacher.source.check(self.frontend)
+                self._check_vocabulary(teacher)
             except ConfigError as problem:
                 raise ConfigError(f"Teacher '{teacher.name}': {problem}") from None
             except RequestError as problem:
@@ -210,12 +216,28 @@ class TeacherColumns(NamedTuple):
                 bound = "the same k of at least 1 for all prompts, with teacher_top_k='student'"
                 raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound)
 
+    def _check_vocabulary(self, teacher: Teacher) -> None:
+        """Raise `RequestError` if top k tokens may be outside the vocabulary of the policy, or of the teacher."""
+        own, info = self.frontend.client.info.vocab_size, teacher.source.info
+        if info is None or self.top_k is None or info.vocab_size == own:
+            return
+        if self.top_k == "student" and info.vocab_size < own:
+            bound = f"None or an int: it has {info.vocab_size} ids, the policy {own}"
+            raise RequestError.for_field("teacher_top_k", self.top_k, bound)
+        if self.top_k != "student" and info.vocab_size > own:
+            bound = f"None or 'student': its {info.vocab_size} ids are more than the policy's {own}"
+            raise RequestError.for_field("teacher_top_k", self.top_k, bound)
+
     def prepare_prompts(self, tasks: Sequence[GroupTask]) -> None:
-        """Make the prompts that teachers see in place of those of `tasks`. Raises `RequestError` for wrong ones."""
+        """Make the prompts that teachers see in place of those of `tasks`. Raises `RequestError` for wrong ones.
+
+        A wrong one is also one that leaves less room than `max_tokens`, unless the teacher may fail.
+        """
         for teacher in self.teachers:
             if teacher.prompt is not None:
                 for task in tasks:
-                    self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
+                    made = self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
+                    _check_room(teacher, task, len(made))
 
     def refuse_prompts(self, reason: str) -> None:
         """Raise `RequestError` if a teacher is to see a prompt of its own."""
@@ -250,9 +272,10 @@ class TeacherColumns(NamedTuple):
         temperature = temperature if teacher.temperature is None else teacher.temperature
         try:
             found = teacher.source.score(scored, prompts, asked, top_k, temperature)
-        except RequestError as problem:
-            raise _refusal(teacher, problem) from problem
-        except RolloutEngineError as problem:
+            own = self.frontend.client.info.vocab_size
+            if found.top_ids is not None and (found.top_ids >= own).any():
+                raise TeacherError(f"a most likely token, {found.top_ids.max()}, is outside the policy's {own} ids.")
+        except RolloutEngineError as problem:  # also of rows that it does not take: they have been sampled
             if teacher.on_failure == "raise":
                 raise _failure(teacher, problem) from problem
             logger.warning("Teacher '%s' failed, and its columns are NaN: %s", teacher.name, problem)
@@ -275,7 +298,9 @@ class TeacherColumns(NamedTuple):
             hint = "Its prompts are texts, conversations without pictures, or ids."
             raise RequestError.for_field(f"prompt of teacher '{teacher.name}'", "given", "None with pictures", hint)
         tasks = [group.task for group in groups if isinstance(group, Group)]
-        self.prepare_prompts([task for task in tasks if (teacher.name, task.index) not in self.prompt_ids])
+        for task in tasks:
+            if (teacher.name, task.index) not in self.prompt_ids:
+                self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
         of_groups = [self.prompt_ids.pop((teacher.name, group.index)) for group in groups]
         by_row = [ids for ids, group in zip(of_groups, groups, strict=True) for _ in group.samples]
         return [by_row[row.index] + row.prompt[num_prompt[row.index] :] for row in scored.rows]
@@ -288,8 +313,7 @@ class TeacherColumns(NamedTuple):
                 raise RequestError.for_field(field, teacher.prompt, f"one of the columns {sorted(columns)}")
             made = columns[teacher.prompt]
         else:
-            assert teacher.prompt is not None
-            made = teacher.prompt(given, **columns)
+            made = _call_prompt(field, teacher.prompt, given, columns)
         try:
             fields = as_fields(made)
             if "messages" in fields:
@@ -308,6 +332,27 @@ def with_teachers(teachers: TeacherColumns | None, batch: TensorDict, groups: Se
     if teachers is not None:
         teachers.add_to(batch, groups)
     return batch
+
+
+def _call_prompt(field: str, function: Any, prompt: Any, columns: Mapping[str, Any]) -> Any:
+    """Call a teacher's function with the prompt, and the columns that it takes, as reward functions are called."""
+    call = RewardCall(partial(function, prompt), field, 1.0)
+    if missing := call.missing(columns):
+        bound = f"a function of the prompt and of columns, {sorted(columns)}"
+        hint = f"It needs '{missing[0]}', which is no column."
+        raise RequestError.for_field(field, function, bound, hint)
+    return call.function(**{name: value for name, value in columns.items() if call.takes(name)})
+
+
+def _check_room(teacher: Teacher, task: GroupTask, num_tokens: int) -> None:
+    """Raise `RequestError` if `max_tokens` may not fit behind a prompt of the teacher's, which has so many tokens."""
+    info, most = teacher.source.info, task.params.max_tokens
+    if info is None or teacher.on_failure == "nan" or num_tokens + (most or 1) <= info.max_model_len:
+        return
+    field = f"prompt of teacher '{teacher.name}', for prompts[{task.index}]"
+    bound = f"at most its max_model_len={info.max_model_len}, with max_tokens={most} behind it"
+    hint = "Shorten it, lower max_tokens, or give Teacher(on_failure='nan')."
+    raise RequestError.for_field(field, f"{num_tokens} tokens", bound, hint)
 
 
 def _columns(found: TokenScores, candidates: np.ndarray | None) -> dict[str, np.ndarray]:
@@ -339,7 +384,8 @@ def _refusal(teacher: Teacher, problem: RequestError) -> RequestError:
 def _failure(teacher: Teacher, problem: RolloutEngineError) -> TeacherError:
     """The error of a rollout whose teacher failed."""
     advice = "Teacher(on_failure='nan') returns such rollouts, with NaN in its columns"
-    return TeacherError(f"Teacher '{teacher.name}' failed: {problem} ({advice}.)")
+    behind = "" if teacher.prompt is None else " behind the prompt that it alone sees"
+    return TeacherError(f"Teacher '{teacher.name}' failed{behind}: {problem} ({advice}.)")
 
 
 def _checked_name(name: Any) -> str:

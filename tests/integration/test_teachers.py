@@ -98,6 +98,7 @@ def test_a_teacher_sees_a_prompt_of_its_own(policy, big, scorer):
 
     teachers = [Teacher(policy, name="told", prompt=with_answer), Teacher(policy, name="column", prompt="hint")]
     batch = rollout(policy, teachers, columns={"hint": ["left", "right"]})
+    told = batch["teacher", "told", "log_probs"]
     texts = [["left: a prompt", "left: a prompt", "right: b", "right: b"], ["left", "left", "right", "right"]]
     for name, prompts in zip(("told", "column"), texts, strict=True):
         ids = [policy.tokenizer.encode(text) for text in prompts]
@@ -109,6 +110,10 @@ def test_a_teacher_sees_a_prompt_of_its_own(policy, big, scorer):
         found = batch["teacher", name, "log_probs"][batch["masks", "all_assistant_mask"]]
         assert torch.equal(found, torch.cat([torch.tensor(each) for each in expected]))
         assert not torch.equal(batch["teacher", name, "log_probs"], batch["log_probs", "full"])
+    both = dict(hint=["left", "right"], answer=[1, 2])
+    assert torch.equal(rollout(policy, teachers, columns=both)["teacher", "told", "log_probs"], told)
+    with pytest.raises(RequestError, match=r"prompt of teacher 'told'.*columns, \['answer'\]. It needs 'hint'"):
+        rollout(policy, teachers[:1], columns={"answer": [1, 2]})
     with pytest.raises(RequestError, match=r"prompt of teacher 'column'='hint' .* one of the columns \[\]"):
         rollout(policy, teachers[1:])
     with pytest.raises(RequestError, match=r"prompt of teacher 'told', for prompts\[0\]"):
@@ -196,6 +201,19 @@ def test_without_a_tokenizer_the_sizes_of_vocabularies_decide(policy, larger):
         assert rollout(policy, [teacher])["teacher", "teacher", "log_probs"].any()
 
 
+def test_most_likely_tokens_are_of_both_vocabularies(policy, checkpoint, tmp_path):
+    with RolloutPolicy.from_pretrained(tiny_checkpoint(tmp_path, vocab_size=300), **SIZES) as wide:
+        teacher = Teacher(wide, name="wide")
+        with pytest.raises(RequestError, match="Teacher 'wide': teacher_top_k=2 .*its 300 ids .* policy's 259"):
+            rollout(policy, [teacher], teacher_top_k=2)
+        own = rollout(policy, [teacher], PARAMS.clone(logprobs=2), teacher_top_k="student")
+        ids, sampled = own["top_k", "ids"], own["masks", "all_assistant_mask"]
+        expected = wide.score(own, 0.7, candidate_ids=ids)
+        assert torch.equal(own["teacher", "wide", "top_log_probs"][sampled], expected[sampled])
+        with pytest.raises(RequestError, match="teacher_top_k='student' .*it has 259 ids, the policy 300"):
+            rollout(wide, [Teacher(policy)], PARAMS.clone(logprobs=2), teacher_top_k="student")
+
+
 def test_a_dead_teacher_ends_the_rollout_or_its_columns_alone(policy, larger, caplog):
     engine = LLM(larger, **SIZES)
     engine.shutdown()
@@ -213,10 +231,42 @@ def test_a_dead_teacher_ends_the_rollout_or_its_columns_alone(policy, larger, ca
     assert (top == -1).all()
 
 
-def test_rows_that_a_teacher_cannot_take_are_refused_with_its_name(policy, larger):
-    with Teacher(larger, name="short", on_failure="nan", **(SIZES | dict(max_model_len=8))) as teacher:
-        with pytest.raises(RequestError, match="Teacher 'short': .*max_model_len=8"):
-            rollout(policy, [teacher])
+def test_rows_that_a_teacher_cannot_take_are_its_failures(policy, larger):
+    with LLM(larger, **(SIZES | dict(max_model_len=8))) as engine:
+        with pytest.raises(TeacherError, match="Teacher 'short' failed: .*max_model_len=8"):
+            rollout(policy, [Teacher(engine, name="short")])
+        batch = rollout(policy, [Teacher(engine, name="short", on_failure="nan")])
+        assert batch["teacher", "short", "log_probs"][batch["masks", "all_assistant_mask"]].isnan().all()
+
+
+def test_a_teachers_prompt_that_leaves_no_room_is_refused_before_anything_is_sampled(policy):
+    options = dict(name="told", prompt=lambda prompt: "x" * 125)
+    before = policy.get_metrics().core.counters.num_steps
+    with pytest.raises(RequestError, match=r"prompt of teacher 'told', for prompts\[0\]='125 tokens' .*max_tokens=8"):
+        rollout(policy, [Teacher(policy, **options)])
+    assert policy.get_metrics().core.counters.num_steps == before
+    batch = rollout(policy, [Teacher(policy, on_failure="nan", **options)])
+    assert batch["teacher", "told", "log_probs"][batch["masks", "all_assistant_mask"]].isnan().all()
+    collector = policy.collect(PROMPTS, PARAMS, groups_per_batch=1, teachers=[Teacher(policy, **options)])
+    with collector, pytest.raises(TeacherError, match="'told' failed behind the prompt that it alone sees: "):
+        next(collector)
+
+
+def test_log_probs_of_truncated_logits_are_refused_with_teachers_and_warned_of_in_scores(policy, big, caplog):
+    processed = PARAMS.clone(top_p=0.8, logprobs_mode="processed", return_support=True)
+    for teacher in (big, Teacher(policy, name="own", temperature=0.7)):
+        with pytest.raises(RequestError, match="logprobs_mode='processed' .*whole vocabulary.*return_support"):
+            rollout(policy, [teacher], processed)
+    with pytest.raises(RequestError, match="logprobs_mode='processed'"):
+        policy.collect(PROMPTS, processed, num_samples=2, groups_per_batch=1, teachers=[big])
+    tempered = rollout(policy, [Teacher(policy)], processed.clone(logprobs_mode="tempered"))
+    assert torch.equal(tempered["teacher", "teacher", "log_probs"], tempered["log_probs", "full"])
+    policy.score(tempered, 0.7)
+    assert "whole vocabulary" not in caplog.text
+    batch = rollout(policy, [], processed)
+    for _ in range(2):
+        policy.score(batch, 0.7)
+    assert caplog.text.count("renormalised over batch['support'], and scores are of the whole vocabulary") == 1
 
 
 def test_arguments_that_do_not_fit_are_refused(policy, big):

@@ -76,6 +76,15 @@ def test_log_probs_of_forced_tokens_are_the_policys(llm, temperature):
         assert np.asarray(each.logprobs).tobytes() == np.asarray(score, np.float32).tobytes()
 
 
+def test_nothing_was_cut_of_a_forced_token(llm):
+    params = PARAMS.clone(top_k=3, logprobs_mode="processed", seed=2)
+    [sample] = sampled(llm, [OPEN], params)
+    [tempered] = sampled(llm, [OPEN], params.clone(logprobs_mode="tempered"))
+    assert sample.forced.any() and not sample.kept_logprob_mass[sample.forced].any()
+    assert (sample.kept_logprob_mass[~sample.forced] < 0).all() and not sample.logprobs[sample.forced].any()
+    assert (tempered.logprobs[tempered.forced] < 0).all() and not tempered.kept_logprob_mass[tempered.forced].any()
+
+
 def test_masks_and_processors_forbid_no_forced_token(llm):
     end = llm.get_tokenizer().encode("</think>", add_special_tokens=False)
     strict = dict(allowed_token_ids=[60, 61], bad_words=["</"], presence_penalty=1.0, logprobs_mode="processed")

@@ -19,6 +19,11 @@ from rollout_engine.model.training.batch_pictures import TokenRun, sequences_of
 PICTURES = "pictures"
 """Key of a rollout with the pictures of each sequence, a tuple of `PlacedPicture`."""
 
+_OF_TRUNCATED = (
+    "If logprobs_mode='processed' with truncation (top_k, top_p, min_p) or masks is the cause, no temperature gives them: "
+    "sample with return_support=True too, or with the default mode."
+)
+
 
 class RolloutInputs(NamedTuple):
     """Arguments of `exact.token_logprobs`."""
@@ -56,6 +61,8 @@ def rollout_inputs(
         if note is None or note.temperature is None:
             why = "it is a plain TensorDict" if note is None else "its log-probs are of several, or of edited logits"
             hint = f"The batch does not say which, as {why}: give the one that sampled."
+            if note is not None:
+                hint = f"{hint} {_OF_TRUNCATED}"
             raise RequestError.for_field("temperature", None, "a number", hint)
         temperature = note.temperature
     if note is not None:

@@ -76,7 +76,12 @@ def test_reverse_kl_is_what_the_teacher_finds_likelier():
 def test_tokens_of_an_environment_are_skipped():
     own, other = torch.zeros(1, 4), torch.tensor([[1.0, 100.0, 2.0, 4.0]])
     mask = torch.tensor([[True, False, True, True]])
-    assert advantages.reverse_kl(own, other, mask, discount=0.5).tolist() == [[3.0, 0.0, 4.0, 4.0]]
+    of_one = torch.tensor([0, 4])
+    found = advantages.reverse_kl(own, other, mask, discount=0.5, cu_seqlens=of_one)
+    assert found.tolist() == [[3.0, 0.0, 4.0, 4.0]]
+    with pytest.raises(RequestError, match=r"cu_seqlens=None .* torch.tensor\(\[0, 4\]\)"):
+        advantages.reverse_kl(own, other, mask, discount=0.5)
+    assert advantages.reverse_kl(own, other, mask).tolist() == [[1.0, 0.0, 2.0, 4.0]]
 
 
 def test_reverse_kl_of_packed_rows_is_that_of_padded_ones(make_batch):

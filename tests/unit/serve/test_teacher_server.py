@@ -105,7 +105,7 @@ def test_other_servers_are_checked(student, other, monkeypatch):
     monkeypatch.setattr(Other, "answers", models | {"/tokenize": {"tokens": [1, 2, 3]}})
     with pytest.raises(ConfigError, match="its tokenizer is not the policy's: of one text, token 0 has id"):
         rollout(student, Teacher(other))
-    with pytest.raises(RequestError, match="temperature=0.7 .* scores prompts at temperature 1"):
+    with pytest.raises(TeacherError, match="temperature=0.7 .* scores prompts at temperature 1"):
         rollout(student, Teacher(other, same_tokenizer=True))
     plain = PARAMS.clone(temperature=1.0)
     monkeypatch.setattr(Other, "answers", models | {"/inference/v1/generate": {"choices": []}})
