@@ -11,6 +11,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
@@ -45,6 +46,8 @@ TopK = int | Literal["student"] | None
 TeacherPrompt = str | Callable[..., Any]
 OnFailure = Literal["raise", "nan"]
 _SERVERS = ("http://", "https://")
+_ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?")
+"""HOST:PORT without http://."""
 
 
 class Teacher:
@@ -110,6 +113,8 @@ class Teacher:
             return TeacherServer(source, api_key=api_key, model=model, timeout=timeout, same_tokenizer=same_tokenizer)
         if api_key is not None or same_tokenizer:
             raise ConfigError("Teacher: api_key= and same_tokenizer= are options of a server, http://HOST:PORT.")
+        if isinstance(source, str) and _ADDRESS.fullmatch(source) and not os.path.exists(source):
+            raise ConfigError(f"Teacher({source!r}) looks like a server's address: give Teacher('http://{source}').")
         if isinstance(source, str | os.PathLike):
             config = EngineConfig(model=source, **engine_kwargs)  # type: ignore[arg-type]  # it converts paths
             return TeacherEngine(LLMEngine.from_config(config), lora, timeout=timeout, is_owned=True)
@@ -134,6 +139,9 @@ class Teacher:
         It begins with the live ones. A rollout that finds it `every` or more versions behind takes the live ones first.
         The policy is in this process; `engine_kwargs` change its `EngineConfig` for the copy. Adapters are not copied.
         """
+        if not isinstance(policy, Face):
+            hint = "a policy or engine of this process. Teacher(source) takes paths and servers."
+            raise ConfigError(f"Teacher.lagged({policy!r:.80}): must be {hint}")
         if type(every) is not int or every < 1:
             raise ConfigError(f"Teacher.lagged(every={every!r:.80}): must be an int of at least 1.")
         teacher = cls(policy, name=name, prompt=prompt, temperature=temperature, on_failure=on_failure)
@@ -214,7 +222,8 @@ class TeacherColumns(NamedTuple):
             widths = {each.logprobs for each in params}
             if len(widths) > 1 or not all(width and width > 0 for width in widths):
                 bound = "the same k of at least 1 for all prompts, with teacher_top_k='student'"
-                raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound)
+                hint = "Give SamplingParams(logprobs=k)."
+                raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound, hint)
 
     def _check_vocabulary(self, teacher: Teacher) -> None:
         """Raise `RequestError` if top k tokens may be outside the vocabulary of the policy, or of the teacher."""
