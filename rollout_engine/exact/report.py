@@ -111,7 +111,9 @@ def _check_arguments(
         raise ValueError(f"full=True compares a model with an engine: {call}.")
     if full and not hasattr(engine, "distributions"):
         call = "engine=RolloutPolicy(llm)"
-        raise ValueError(f"engine must be a RolloutPolicy, which has distributions, got {type(engine).__name__}: {call}.")
+        raise ValueError(
+            f"engine must be a RolloutPolicy, which has distributions, got {type(engine).__name__}: {call}."
+        )
     if not full and ((logprobs is None) == (model is None) or engine is not None):
         raise ValueError(
             "Give logprobs or the model that computes them: exact.check(batch, logprobs), or exact.check(batch, "

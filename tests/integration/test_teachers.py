@@ -88,7 +88,9 @@ def test_the_teacher_scores_the_students_most_likely_tokens(policy, big, scorer)
     assert torch.equal(ids, batch["top_k", "ids"]) and ids.shape[-1] == 4
     assert torch.equal(scorer.score(batch, 0.7, candidate_ids=ids)[sampled], values[sampled])
     assert (values[~sampled] == -torch.inf).all()
-    with pytest.raises(RequestError, match=r"logprobs=.* must be the same k of at least 1.*SamplingParams\(logprobs=k\)"):
+    with pytest.raises(
+        RequestError, match=r"logprobs=.* must be the same k of at least 1.*SamplingParams\(logprobs=k\)"
+    ):
         rollout(policy, [big], teacher_top_k="student")
 
 
@@ -279,6 +281,7 @@ def test_arguments_that_do_not_fit_are_refused(policy, big):
     ):
         with pytest.raises(RequestError, match=words):
             rollout(policy, teachers, **options)
+    assert repr(big) == "Teacher(name='big')"
     mixed = [PARAMS, PARAMS.clone(temperature=1.0)]
     with pytest.raises(RequestError, match="temperature of teacher 'big'=None"):
         rollout(policy, [big], mixed)
