@@ -79,7 +79,7 @@ class Teacher:
             lora: the adapter that scores, if the source is an engine; its name, or a model's, if it is a server. None:
                 the base model alone, so a policy that trains an adapter is its own reference.
             temperature: of its log-probs; None: that of the rollout's.
-            on_failure: if it dies, does not answer, or does not take what was sampled: "raise" a `TeacherError` in
+            on_failure: if it dies, does not answer, or does not take the samples: "raise" a `TeacherError` in
                 place of the rollout; or return the rollout with NaN in its columns ("nan"), and log a warning.
             timeout: seconds that a score may take; None: no limit of an engine, ten minutes for a request to a server.
             api_key: of a server.
