@@ -109,6 +109,11 @@ def _check_arguments(
     if full and (model is None or engine is None or logprobs is not None):
         call = "exact.check(batch, model=model, engine=policy, full=True)"
         raise ValueError(f"full=True compares a model with an engine: {call}.")
+    if full and not hasattr(engine, "distributions"):
+        call = "engine=RolloutPolicy(llm)"
+        raise ValueError(
+            f"engine must be a RolloutPolicy, which has distributions, got {type(engine).__name__}: {call}."
+        )
     if not full and ((logprobs is None) == (model is None) or engine is not None):
         raise ValueError(
             "Give logprobs or the model that computes them: exact.check(batch, logprobs), or exact.check(batch, "

@@ -1,6 +1,6 @@
 """Log-probs and entropies of next tokens by a trainer's model, equal to the engine's if `enable` was called."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.provenance import (
     LogprobsNote,
     RolloutNote,
@@ -106,6 +106,7 @@ def token_entropy(
     `SamplingParams(entropy=True)` bit for bit. Arguments, errors and warnings are those of `token_logprobs`; without a
     temperature it is the one at which the batch was sampled.
     """
+    _refuse_support(pictures)
     if temperature is None and isinstance(input_ids, TensorDictBase):
         temperature = sampled_temperature(input_ids)
     ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures)
@@ -129,6 +130,7 @@ def token_logprobs_and_entropies(
     warnings are those of `token_logprobs`. Without a temperature each is at its own, which differ if a batch's
     log-probs are "raw".
     """
+    _refuse_support(pictures)
     ids = _Ids(input_ids, attention_mask, cu_seqlens, position_ids, temperature, routed_experts, pictures)
     if temperature is None and isinstance(input_ids, TensorDictBase):
         temperature = sampled_temperature(input_ids)
@@ -148,6 +150,13 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) 
     """
     kernel = arithmetic_of(logits.device).row_stats
     return chosen_logprobs(logits, token_ids, temperature or 1.0, kernel)
+
+
+def _refuse_support(options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a support that a function of entropies is given."""
+    if "support" in options:
+        hint = "Entropies are of the tempered distribution over the whole vocabulary; token_logprobs takes a support."
+        raise RequestError.for_field("support", type(options["support"]).__name__, "left out", hint)
 
 
 class _Ids(NamedTuple):

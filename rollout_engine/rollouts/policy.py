@@ -354,8 +354,8 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         the log-probs of these tokens in place of the sampled ones, from the same log-softmax. `lora`: the adapter that
         scores; None: the base model alone. `replay_routing`: send tokens to the experts of batch["routed_experts"],
         which `return_routed_experts` gives. Scores are of the whole vocabulary: of a rollout with
-        `logprobs_mode="processed"` they are not its log-probs, of which a warning is logged. Raises `CallTimeoutError` after `timeout` seconds, and `RequestError` for
-        anything but a rollout, and for other ids.
+        `logprobs_mode="processed"` they are not its log-probs, of which a warning is logged. Raises
+        `CallTimeoutError` after `timeout` seconds, and `RequestError` for anything but a rollout, and for other ids.
         """
         options = dict(temperature=temperature, lora=lora, timeout=timeout)
         logprobs = score_rollout(self, batch, candidate_ids, replay_routing=replay_routing, **options)

@@ -53,7 +53,9 @@ def _warn_of_processed(frontend: Frontend, batch: TensorDictBase) -> None:
     if note is None or (note.temperature is not None and not note.over_support) or frontend in _warned:
         return
     _warned.add(frontend)
-    cause = "renormalised over batch['support']" if note.over_support else "of edited logits, or of several temperatures"
+    cause = (
+        "renormalised over batch['support']" if note.over_support else "of edited logits, or of several temperatures"
+    )
     logger.warning(
         "score: the rollout's log-probs are %s, and scores are of the whole vocabulary at one temperature: do not "
         "subtract one from the other. Sample with logprobs_mode='tempered', the default.",

@@ -11,8 +11,8 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
@@ -26,7 +26,6 @@ from rollout_engine.base.provenance import rollout_note
 from rollout_engine.base.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.batches.layout import FILL_OF_TEACHER, TEACHER
-from rollout_engine.batches.reward_functions import RewardCall
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.verb_methods import Face
@@ -35,9 +34,9 @@ from rollout_engine.rollouts.plan import GroupTask
 from rollout_engine.rollouts.run import Group
 from rollout_engine.rollouts.scored_batch import ScoredBatch
 from rollout_engine.rollouts.teacher_engines import LaggedEngine, TeacherEngine, TeacherSource
+from rollout_engine.rollouts.teacher_prompts import check_room, make_prompt
 from rollout_engine.rollouts.teacher_servers import TeacherServer
 from rollout_engine.text.conversations import CHAT_KEYS
-from rollout_engine.text.prompts import as_fields, with_chat_options
 
 logger = logging.getLogger("rollout_engine")
 
@@ -45,6 +44,8 @@ TopK = int | Literal["student"] | None
 TeacherPrompt = str | Callable[..., Any]
 OnFailure = Literal["raise", "nan"]
 _SERVERS = ("http://", "https://")
+_ADDRESS = re.compile(r"[\w.-]+:\d+(/.*)?")
+"""HOST:PORT without http://."""
 
 
 class Teacher:
@@ -72,13 +73,14 @@ class Teacher:
                 vLLM), "http://HOST:PORT".
             name: part of its columns, ("teacher", NAME, ...): letters, digits and underscores.
             prompt: another prompt, that the teacher alone sees (privileged information): a function of the rollout's
-                prompt and of those columns that it names (or all, with `**kwargs`), which returns a prompt of any kind; or the name of the
-                column that holds it. The sampled tokens are then scored behind that prompt. None: the rollout's own.
+                prompt and of those columns that it names (or all, with `**kwargs`), which returns a prompt of
+                any kind; or the name of the column that holds it. The sampled tokens are then scored behind that
+                prompt. None: the rollout's own.
             lora: the adapter that scores, if the source is an engine; its name, or a model's, if it is a server. None:
                 the base model alone, so a policy that trains an adapter is its own reference.
             temperature: of its log-probs; None: that of the rollout's.
-            on_failure: if it dies, does not answer, or does not take what was sampled: "raise" a `TeacherError` in place of the rollout; or return the
-                rollout with NaN in its columns ("nan"), and log a warning.
+            on_failure: if it dies, does not answer, or does not take the samples: "raise" a `TeacherError` in
+                place of the rollout; or return the rollout with NaN in its columns ("nan"), and log a warning.
             timeout: seconds that a score may take; None: no limit of an engine, ten minutes for a request to a server.
             api_key: of a server.
             same_tokenizer: do not compare the tokenizer of a server with the policy's: they are the same.
@@ -110,6 +112,8 @@ class Teacher:
             return TeacherServer(source, api_key=api_key, model=model, timeout=timeout, same_tokenizer=same_tokenizer)
         if api_key is not None or same_tokenizer:
             raise ConfigError("Teacher: api_key= and same_tokenizer= are options of a server, http://HOST:PORT.")
+        if isinstance(source, str) and _ADDRESS.fullmatch(source) and not os.path.exists(source):
+            raise ConfigError(f"Teacher({source!r}) looks like a server's address: give Teacher('http://{source}').")
         if isinstance(source, str | os.PathLike):
             config = EngineConfig(model=source, **engine_kwargs)  # type: ignore[arg-type]  # it converts paths
             return TeacherEngine(LLMEngine.from_config(config), lora, timeout=timeout, is_owned=True)
@@ -134,11 +138,17 @@ class Teacher:
         It begins with the live ones. A rollout that finds it `every` or more versions behind takes the live ones first.
         The policy is in this process; `engine_kwargs` change its `EngineConfig` for the copy. Adapters are not copied.
         """
+        if not isinstance(policy, Face):
+            hint = "a policy or engine of this process. Teacher(source) takes paths and servers."
+            raise ConfigError(f"Teacher.lagged({policy!r:.80}): must be {hint}")
         if type(every) is not int or every < 1:
             raise ConfigError(f"Teacher.lagged(every={every!r:.80}): must be an int of at least 1.")
         teacher = cls(policy, name=name, prompt=prompt, temperature=temperature, on_failure=on_failure)
         teacher.source = LaggedEngine(policy, every, engine_kwargs)
         return teacher
+
+    def __repr__(self) -> str:
+        return f"Teacher(name={self.name!r})"
 
     def shutdown(self) -> None:
         """End the engine that was started for it. Calling it again is a no-op."""
@@ -189,7 +199,9 @@ class TeacherColumns(NamedTuple):
         `RequestError` for sampling parameters and columns, and the error of a teacher that cannot be asked.
         """
         if any(each.logprobs_mode == "processed" for each in params):
-            why = "A teacher's log-probs are of the whole vocabulary, and 'processed' ones of the tokens that were left."
+            why = (
+                "A teacher's log-probs are of the whole vocabulary, and 'processed' ones of the tokens that were left."
+            )
             hint = f"{why} Keep the default, under which return_support works too."
             raise RequestError.for_field("logprobs_mode", "processed", "'tempered' or 'raw' with teachers", hint)
         is_mixed = len({each.temperature if each.logprobs_mode == "tempered" else 1.0 for each in params}) > 1
@@ -214,7 +226,8 @@ class TeacherColumns(NamedTuple):
             widths = {each.logprobs for each in params}
             if len(widths) > 1 or not all(width and width > 0 for width in widths):
                 bound = "the same k of at least 1 for all prompts, with teacher_top_k='student'"
-                raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound)
+                hint = "Give SamplingParams(logprobs=k)."
+                raise RequestError.for_field("logprobs", sorted(map(str, widths)), bound, hint)
 
     def _check_vocabulary(self, teacher: Teacher) -> None:
         """Raise `RequestError` if top k tokens may be outside the vocabulary of the policy, or of the teacher."""
@@ -236,8 +249,9 @@ class TeacherColumns(NamedTuple):
         for teacher in self.teachers:
             if teacher.prompt is not None:
                 for task in tasks:
-                    made = self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
-                    _check_room(teacher, task, len(made))
+                    made = self._make_prompt(teacher, task)
+                    if teacher.on_failure == "raise":
+                        check_room(teacher.name, teacher.source.info, task, len(made))
 
     def refuse_prompts(self, reason: str) -> None:
         """Raise `RequestError` if a teacher is to see a prompt of its own."""
@@ -300,31 +314,15 @@ class TeacherColumns(NamedTuple):
         tasks = [group.task for group in groups if isinstance(group, Group)]
         for task in tasks:
             if (teacher.name, task.index) not in self.prompt_ids:
-                self.prompt_ids[teacher.name, task.index] = self._make_prompt(teacher, task)
+                self._make_prompt(teacher, task)
         of_groups = [self.prompt_ids.pop((teacher.name, group.index)) for group in groups]
         by_row = [ids for ids, group in zip(of_groups, groups, strict=True) for _ in group.samples]
         return [by_row[row.index] + row.prompt[num_prompt[row.index] :] for row in scored.rows]
 
     def _make_prompt(self, teacher: Teacher, task: GroupTask) -> list[int]:
-        given, columns = task.prompt, task.columns
-        field = f"prompt of teacher '{teacher.name}'"
-        if isinstance(teacher.prompt, str):
-            if teacher.prompt not in columns:
-                raise RequestError.for_field(field, teacher.prompt, f"one of the columns {sorted(columns)}")
-            made = columns[teacher.prompt]
-        else:
-            made = _call_prompt(field, teacher.prompt, given, columns)
-        try:
-            fields = as_fields(made)
-            if "messages" in fields:
-                [fields] = with_chat_options([fields], self.chat)  # type: ignore[arg-type]  # it is a part of them
-            ids = self.frontend.inputs.token_ids_of(fields)
-        except RequestError as problem:
-            named = f"{field}, for prompts[{task.index}]"
-            raise RequestError(f"{named}: {problem}", field=field, value=made) from problem
-        if not ids:
-            raise RequestError.for_field(f"{field}, for prompts[{task.index}]", made, "at least one token long")
-        return ids
+        made = make_prompt(self.frontend.inputs, teacher.name, teacher.prompt, task, self.chat)
+        self.prompt_ids[teacher.name, task.index] = made
+        return made
 
 
 def with_teachers(teachers: TeacherColumns | None, batch: TensorDict, groups: Sequence[AnyGroup]) -> TensorDict:
@@ -332,27 +330,6 @@ def with_teachers(teachers: TeacherColumns | None, batch: TensorDict, groups: Se
     if teachers is not None:
         teachers.add_to(batch, groups)
     return batch
-
-
-def _call_prompt(field: str, function: Any, prompt: Any, columns: Mapping[str, Any]) -> Any:
-    """Call a teacher's function with the prompt, and the columns that it takes, as reward functions are called."""
-    call = RewardCall(partial(function, prompt), field, 1.0)
-    if missing := call.missing(columns):
-        bound = f"a function of the prompt and of columns, {sorted(columns)}"
-        hint = f"It needs '{missing[0]}', which is no column."
-        raise RequestError.for_field(field, function, bound, hint)
-    return call.function(**{name: value for name, value in columns.items() if call.takes(name)})
-
-
-def _check_room(teacher: Teacher, task: GroupTask, num_tokens: int) -> None:
-    """Raise `RequestError` if `max_tokens` may not fit behind a prompt of the teacher's, which has so many tokens."""
-    info, most = teacher.source.info, task.params.max_tokens
-    if info is None or teacher.on_failure == "nan" or num_tokens + (most or 1) <= info.max_model_len:
-        return
-    field = f"prompt of teacher '{teacher.name}', for prompts[{task.index}]"
-    bound = f"at most its max_model_len={info.max_model_len}, with max_tokens={most} behind it"
-    hint = "Shorten it, lower max_tokens, or give Teacher(on_failure='nan')."
-    raise RequestError.for_field(field, f"{num_tokens} tokens", bound, hint)
 
 
 def _columns(found: TokenScores, candidates: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -28,6 +28,8 @@ _JSON_TYPES = {
 _MOST_VALUES, _MOST_COMMAS = 1 << 18, 1 << 23
 """Arrays and objects of a body, and commas between values. A body is decoded at once, and nothing else runs meanwhile:
 a microsecond and a hundred bytes for an array, a tenth of that for a number."""
+_SCORED_PROMPTS = frozenset(("prompt_logprob_token_ids", "prompt_logprob_start", "prompt_logprobs"))
+"""Sampling parameters that are given next to `sampling_params` by mistake."""
 
 
 class OpenBytes:
@@ -125,6 +127,8 @@ def read_fields(
             what = (
                 f"{name}={value!r:.80} is not served. Leave it out." if is_peer else unknown_name("field", name, known)
             )
+            if name in _SCORED_PROMPTS and "sampling_params" in known:
+                what = f"{name} is a sampling parameter: give it inside 'sampling_params'."
             raise HttpProblem(400, f"{where}: {what}", field=name)
     try:
         return msgspec.convert(kept, kind, strict=strict)

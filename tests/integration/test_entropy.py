@@ -81,6 +81,13 @@ def test_a_plain_batch_needs_a_temperature(policy, trainer):
         exact.token_entropy(trainer, concat([batch, rollout(policy, PARAMS.clone(temperature=1.0))]))
 
 
+def test_entropies_are_over_no_support(policy, trainer):
+    batch = rollout(policy)
+    for compute in (exact.token_entropy, exact.token_logprobs_and_entropies):
+        with pytest.raises(RequestError, match="support='list' .*left out. Entropies are of the tempered"):
+            compute(trainer, batch, support=[])
+
+
 def test_only_rows_that_ask_have_entropies_and_tokens_do_not_change(policy):
     llm = LLM.from_engine(policy.engine)
     params = [PARAMS.clone(seed=3), PARAMS.clone(seed=3, entropy=False), PARAMS.clone(seed=3, output_kind="delta")]

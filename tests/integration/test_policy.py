@@ -93,7 +93,10 @@ def test_a_whole_batch_brings_its_temperature_and_layout(policy, checkpoint, dty
 
 def test_a_batch_of_several_temperatures_says_that_it_has_none(policy, checkpoint, dtype):
     both = concat([rollout(policy, SamplingParams(max_tokens=4, temperature=t)) for t in (0.7, 1.0)])
-    with pytest.raises(RequestError, match="temperature=None.*its log-probs are of several, or of edited logits.*truncation .*return_support=True"):
+    with pytest.raises(
+        RequestError,
+        match="temperature=None.*its log-probs are of several, or of edited logits.*truncation .*return_support=True",
+    ):
         exact.token_logprobs(trainer_for(checkpoint, dtype), both)
 
 

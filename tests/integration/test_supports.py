@@ -206,7 +206,9 @@ def test_what_is_compared_otherwise_is_told_by_its_cause(policy, trainer, recwar
         renormalised = exact.token_logprobs(trainer, tempered, support=tempered["support"])
         assert "logprobs_mode='processed', or call" in exact.check(tempered, renormalised).cause
         penalised = rollout(policy, PARAMS.clone(repetition_penalty=2.0))
-        with pytest.raises(RequestError, match="temperature=None.*or of edited logits.*truncation .*return_support=True"):
+        with pytest.raises(
+            RequestError, match="temperature=None.*or of edited logits.*truncation .*return_support=True"
+        ):
             exact.token_logprobs(trainer, penalised)
         report = exact.check(
             penalised, exact.token_logprobs(trainer, penalised, temperature=0.7, support=penalised["support"])

@@ -88,7 +88,9 @@ def test_the_teacher_scores_the_students_most_likely_tokens(policy, big, scorer)
     assert torch.equal(ids, batch["top_k", "ids"]) and ids.shape[-1] == 4
     assert torch.equal(scorer.score(batch, 0.7, candidate_ids=ids)[sampled], values[sampled])
     assert (values[~sampled] == -torch.inf).all()
-    with pytest.raises(RequestError, match="logprobs=.* must be the same k of at least 1"):
+    with pytest.raises(
+        RequestError, match=r"logprobs=.* must be the same k of at least 1.*SamplingParams\(logprobs=k\)"
+    ):
         rollout(policy, [big], teacher_top_k="student")
 
 
@@ -279,6 +281,7 @@ def test_arguments_that_do_not_fit_are_refused(policy, big):
     ):
         with pytest.raises(RequestError, match=words):
             rollout(policy, teachers, **options)
+    assert repr(big) == "Teacher(name='big')"
     mixed = [PARAMS, PARAMS.clone(temperature=1.0)]
     with pytest.raises(RequestError, match="temperature of teacher 'big'=None"):
         rollout(policy, [big], mixed)
@@ -294,6 +297,11 @@ def test_arguments_that_do_not_fit_are_refused(policy, big):
             Teacher(policy, **options)
     with pytest.raises(ConfigError, match="must be a path, a running engine or policy, or http"):
         Teacher(5)
+    with pytest.raises(ConfigError, match=r"127.0.0.1:8000.*give Teacher\('http://127.0.0.1:8000'\)"):
+        Teacher("127.0.0.1:8000")
+    for source in ("http://127.0.0.1:8000", "a/path"):
+        with pytest.raises(ConfigError, match=r"Teacher.lagged\('.*must be a policy or engine of this process"):
+            Teacher.lagged(source)
     with pytest.raises(ConfigError, match="every=0"):
         Teacher.lagged(policy, every=0)
 

@@ -20,8 +20,8 @@ PICTURES = "pictures"
 """Key of a rollout with the pictures of each sequence, a tuple of `PlacedPicture`."""
 
 _OF_TRUNCATED = (
-    "If logprobs_mode='processed' with truncation (top_k, top_p, min_p) or masks is the cause, no temperature gives them: "
-    "sample with return_support=True too, or with the default mode."
+    "If logprobs_mode='processed' with truncation (top_k, top_p, min_p) or masks is the cause, no temperature gives "
+    "them: sample with return_support=True too, or with the default mode."
 )
 
 

@@ -79,6 +79,7 @@ def test_arguments_that_do_not_belong_together_are_refused(policy, trainer):
         (dict(model=trainer, full=True), "compares a model with an engine"),
         (dict(engine=policy, full=True), "compares a model with an engine"),
         (dict(logprobs=logprobs, model=trainer), "Give logprobs or the model"),
+        (dict(model=trainer, engine=policy.engine, full=True), r"must be a RolloutPolicy.*RolloutPolicy\(llm\)"),
         (dict(), "Give logprobs or the model"),
         (dict(model=trainer, engine=policy), "engine= goes with full=True"),
     ]:

@@ -78,6 +78,11 @@ def test_wrong_ids_are_refused_by_name(client, params, words):
     assert re.search(words, problem["message"]), problem
 
 
+def test_fields_next_to_the_sampling_parameters_are_sent_inside(client):
+    problem = client.problem(PATH, {"token_ids": TOKENS, "prompt_logprob_token_ids": [3]})
+    assert "prompt_logprob_token_ids is a sampling parameter: give it inside 'sampling_params'" in problem["message"]
+
+
 def test_a_stream_has_no_scores(client):
     given = {"max_tokens": 1, "prompt_logprob_token_ids": [3]}
     problem = client.problem(PATH, {"token_ids": TOKENS, "sampling_params": given, "stream": True})
