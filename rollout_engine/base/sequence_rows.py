@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Self
+from typing import ClassVar, Self
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ _PIECE_VALUES = 1 << 22
 class SequenceRows(msgspec.Struct):
     """One row of values for each of some sequences, in place of the one token that each gained."""
 
+    least_width: ClassVar[int] = 0
+    """Fewest values of a sequence."""
     sequence_ids: list[int]
     widths: list[int]
     """Number of values of each sequence."""
@@ -23,7 +25,11 @@ class SequenceRows(msgspec.Struct):
     def __post_init__(self) -> None:
         ends, piece_ends = (set(accumulate(sizes)) for sizes in (self.widths, map(len, self.pieces)))
         fits = max(ends, default=0) == max(piece_ends, default=0) and piece_ends <= ends | {0}
-        if not fits or len(self.sequence_ids) != len(self.widths) or min(self.widths, default=0) < 0:
+        if (
+            not fits
+            or len(self.sequence_ids) != len(self.widths)
+            or min(self.widths, default=self.least_width) < self.least_width
+        ):
             raise ValueError(f"{type(self).__name__}: sequence_ids, widths and pieces do not fit each other")
 
     @classmethod
@@ -63,6 +69,8 @@ class SequenceRows(msgspec.Struct):
 
 class IdLogprobs(SequenceRows):
     """float32 log-probs of the token ids that some sequences asked for."""
+
+    least_width = 1
 
 
 class SupportIds(SequenceRows):

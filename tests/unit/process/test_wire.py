@@ -221,7 +221,7 @@ def test_log_probs_of_ids_that_do_not_fit_their_sequences_are_no_message(sequenc
 
 
 def test_log_probs_of_ids_take_few_frames_none_too_long(monkeypatch):
-    monkeypatch.setattr("rollout_engine.base.messages._PIECE_VALUES", 2000)
+    monkeypatch.setattr("rollout_engine.base.sequence_rows._PIECE_VALUES", 2000)
     rows = {number: np.full(1 + number % 1500, number, np.float32) for number in range(3000)}
     rows[9999] = np.zeros(5000, np.float32)
     outputs = EngineCoreOutputs(1, id_logprobs=IdLogprobs.of(rows))
