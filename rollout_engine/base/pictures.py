@@ -162,7 +162,7 @@ class EncodedPicture(msgspec.Struct, frozen=True, eq=False):
     digest: bytes
     """That of its `Picture`."""
     tower: str
-    """As `EncodedPictures.tower`."""
+    """Digest of the weights of tower and projector, as `EncodedPictures.tower`."""
     dtype: str
     rows: np.ndarray
     """[n, H], as an entry of `EncodedPictures.rows`."""

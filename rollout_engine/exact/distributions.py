@@ -38,7 +38,7 @@ class FullReport(NamedTuple):
     """Sampled tokens whose distributions were compared."""
     vocab_size: int
     num_different: int
-    """Of `num_tokens` distributions: those in which some log-prob is not equal bit for bit."""
+    """The number of distributions, among `num_tokens`, in which some log-prob is not equal bit for bit."""
     largest_difference: float
     """Largest absolute difference of two log-probs, in nats; inf if one of them alone is NaN or -inf."""
     largest_kl: float

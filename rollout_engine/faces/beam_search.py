@@ -44,7 +44,7 @@ class BeamSearches:
         """`limit`: searches at once; None: all."""
         self._searches, self._limit = searches, limit
         self.sampling_params = params
-        """Of the request that scores the next tokens of a beam."""
+        """Parameters of the request that scores the next tokens of a beam."""
 
     @classmethod
     def begin(

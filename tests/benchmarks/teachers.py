@@ -1,4 +1,4 @@
-"""What the columns of a teacher of the policy's own size cost, beside the rollout that they belong to."""
+"""The cost of a teacher's columns, for a teacher of the policy's size, as a share of the rollout's."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Beam search beside transformers' own, and its scores beside the trainer's."""
+"""Beam search compared with transformers' own, and its scores with the trainer's."""
 
 import asyncio
 

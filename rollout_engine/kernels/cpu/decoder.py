@@ -120,7 +120,7 @@ class Mixture(NamedTuple):
     routing: Routing
     shared: SharedExpert | None = None
     latents: Latents | None = None
-    """Of experts whose inputs are not the layer's; of a model that is not cut."""
+    """The inputs of experts that do not read the layer's; only in a model that is not cut."""
 
 
 class LayerWeights(NamedTuple):

@@ -71,7 +71,7 @@ class Attention(NamedTuple):
 
     qkv: Linear
     head_norms: tuple[Norm, Norm] | None
-    """Of the heads of q and k."""
+    """The norms of the heads of q and of k."""
     is_gated: bool
     """Whether each head of q is followed by a gate, whose sigmoid multiplies the head's output."""
     geometry: LayerGeometry

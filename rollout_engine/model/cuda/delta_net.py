@@ -31,7 +31,7 @@ class DeltaNet(NamedTuple):
     """Operands of one layer; weights are read from the memory that updates write."""
 
     convolved: Columns
-    """Of q, k and v, in the order of the convolution's channels."""
+    """The columns of q, k and v, in the order of the convolution's channels."""
     gates: Columns
     """[H * V]."""
     betas: Columns
