@@ -53,7 +53,7 @@ class MambaPattern(NamedTuple):
     steps: tuple[int, ...] = ()
     """Column of each head's dt."""
     limits: tuple[float, float] = (0.0, float("inf"))
-    """Of each step, behind softplus."""
+    """The least and the largest step, behind softplus."""
 
 
 def mamba_pattern(mixer: nn.Module, state: StateGeometry) -> MambaPattern:

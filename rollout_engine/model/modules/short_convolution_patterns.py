@@ -57,7 +57,7 @@ class _Trial:
     def __init__(self, mixer: Any) -> None:
         self._mixer, self._size, self._width = mixer, len(mixer.conv.weight), mixer.in_proj.out_features
         self.columns = (0, 0, 0)
-        """Of B, x and C."""
+        """The first columns of B, x and C in the product of the input."""
         self._seen: list[Tensor] = []
         self._mixed = torch.empty(0)
 
