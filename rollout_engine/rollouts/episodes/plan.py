@@ -126,7 +126,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             max_turns=_count(options, "max_turns", 8),
             max_episode_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
             episode_thinking_budget=budget,
-            episode_timeout=_seconds(options.get("episode_timeout")),
+            episode_timeout=as_seconds(options.get("episode_timeout")),
             on_rewrite=on_rewrite,
             tool_format=tool_format,
             max_in_flight=_count(options, "max_in_flight", _MAX_COUNT),
@@ -141,12 +141,16 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 
         So n starts visit each of n rows once, if an environment plays row `seed % n`.
         """
-        first = self.first_env_seed
-        return (mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED if first is None else first) + group
+        return environment_seed(self.seed, group) if self.first_env_seed is None else self.first_env_seed + group
 
     def episode_seed(self, group: int, member: int) -> int:
         """Seed of an episode's first answer: that of the same sample of the same prompt in `rollout(seed=...)`."""
         return child_seed(mix(self.seed, group), member)
+
+
+def environment_seed(root: int, group: int) -> int:
+    """Seed of the environments of one start, in a rollout whose root of all seeds is `root`."""
+    return mix(root, _ENV_SEEDS) % _MAX_FIRST_SEED + group
 
 
 def _spec(env: Any) -> EnvSpec:
@@ -164,7 +168,8 @@ def _count(options: Mapping[str, Any], name: str, default: int) -> int:
     return as_int(name, options.get(name), 1, _MAX_COUNT) or default
 
 
-def _seconds(value: Any) -> float:
+def as_seconds(value: Any) -> float:
+    """Check `episode_timeout`; None is no limit. Raises `RequestError`."""
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
