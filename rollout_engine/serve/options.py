@@ -72,6 +72,21 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_origins: list[str] = []
     """Web pages whose scripts may call ("https://example.org"). Browsers' requests from any other are refused."""
 
+    sessions: bool = False
+    """Whether to keep sessions of agents, whose requests become training rows (docs/gateway.md)."""
+    max_sessions: Positive = 4_096
+    """Sessions at once. They are deleted when asked for, or `session_seconds` after they stopped to take requests."""
+    session_seconds: Seconds = 3_600.0
+    """How long a session takes requests."""
+    session_tokens: Positive | None = None
+    """Token ids of one session: its prompts, shared prefixes once, and its answers. None: no bound."""
+    session_bytes: Positive = 256 << 20
+    """Approximate memory of one session."""
+    session_turns: Positive = 4_096
+    """Answers of one session."""
+    session_retry_seconds: Seconds = 60.0
+    """How long after its end an answer is given to further copies of its request."""
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""

@@ -14,6 +14,7 @@ from rollout_engine.serve.pending_update import PendingUpdate
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
+from rollout_engine.serve.sessions.served_sessions import ServedSessions
 from rollout_engine.serve.version_names import VersionNames
 from rollout_engine.text.request_templates import RequestTemplates
 from rollout_engine.text.tokenizer import TextCodec
@@ -40,6 +41,7 @@ class Served:
         most = engine.frontend.client.info.config.max_prompt_pictures if inputs.pictures.are_served else 0
         self.media = MediaReader(options, inputs.read_image, most)
         self.updates = PendingUpdate(engine)
+        self.sessions = ServedSessions(options)
         self.versions = VersionNames(lambda: self.weight_version)
         """Texts that clients have given versions."""
         self.known_digests: dict[str, str] | None = None

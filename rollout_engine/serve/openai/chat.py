@@ -75,10 +75,14 @@ class _ChatCall(Call):
             raise RequestError.for_field("required_prefix_token_ids", body.required_prefix_token_ids[:8], bound, hint)
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
         self.settings = _settings(served, body, self._tools)
-        self.prompts = [_prompt(served, body)]
+        self.prompts = [] if asked.session is not None else [_prompt(served, body)]
 
     async def start(self, generation: Generation) -> None:
-        must_show_tools = _must_show_tools(self._body)
+        must_show_tools, session = _must_show_tools(self._body), self.asked.session
+        if session is not None:
+            messages, options = self._body.messages, _options(self.served, self._body)
+            prompt, self.settings = await session.begin(messages, options, self.settings, lora=self.lora)
+            self.prompts = [prompt | salt_of(self._body)]
         self.prompts = [await with_rendered_text(self.served, self.prompts[0], must_show_tools=must_show_tools)]
         await super().start(generation)
 
@@ -116,6 +120,8 @@ class _ChatCall(Call):
         message["role"] = "assistant"
         choice = self._common(sample, bool(calls)) | sampled_fields(sample, result)
         choice["message"] = message
+        if self.asked.session is not None:
+            self.asked.session.record([sample], message)
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": result.prompt_token_ids}
         return choice
@@ -123,6 +129,7 @@ class _ChatCall(Call):
     def _chunk(self, output: RequestOutput, sample: CompletionOutput, so_far: list[CompletionOutput]) -> dict[str, Any]:
         delta: dict[str, Any] = {} if so_far else {"role": "assistant"}
         calls: list[dict[str, Any]] = []
+        message: dict[str, Any] = {}
         if self._tools is None:
             delta["content"] = sample.text
         elif sample.finish_reason is not None:
@@ -132,6 +139,9 @@ class _ChatCall(Call):
             delta |= message
             if calls:
                 delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        if self.asked.session is not None and sample.finish_reason is not None:
+            text = "".join(part.text for part in (*so_far, sample))
+            self.asked.session.record([*so_far, sample], {"role": "assistant", "content": text, **message})
         choice = self._common(sample, bool(calls)) | sampled_fields(sample, output)
         choice["delta"] = delta
         if self._body.return_token_ids:
@@ -176,11 +186,17 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
     return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)
 
 
-def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
+def _options(served: Served, body: ChatBody) -> dict[str, Any]:
+    """Options of the chat template, without tools that it does not show and the answer need not call."""
     options = chat_options(body)
     if "tools" in options and not _must_show_tools(body) and not brings_template(served, body.chat_template):
         if not served.codec.shows_tools(as_messages(body.messages), **options):
             del options["tools"]
+    return options
+
+
+def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
+    options = _options(served, body)
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt_of(body)}
     token_ids = _prompt_after(served, body.required_prefix_token_ids, body.messages, options)
