@@ -162,7 +162,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
-        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout, gateway=self.gateway)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
@@ -202,7 +202,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
-        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop, gateway=self.gateway)
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child

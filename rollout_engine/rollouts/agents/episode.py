@@ -7,8 +7,8 @@ import msgspec
 
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.sampling_params import SamplingParams
-from rollout_engine.rollouts.agents.gateway_seam import AgentRow
 from rollout_engine.rollouts.episodes.episode import EndedBy
+from rollout_engine.sessions.rows import SessionRow
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class AgentEpisode(msgspec.Struct, frozen=True):
     """Base of the seeds of its session's requests."""
     session_id: str
     """"" if it ended before it had a session."""
-    rows: Sequence[AgentRow]
+    rows: Sequence[SessionRow]
     outcome: Outcome
 
     @property
@@ -48,6 +48,11 @@ class AgentEpisode(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         """Tokens sampled."""
         return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def num_turns(self) -> int:
+        """Answers that are in the rows."""
+        return 1 + max((number for row in self.rows for number in row.turns), default=-1)
 
     @property
     def reward(self) -> float:

@@ -1,18 +1,9 @@
 """What a rollout of agents needs of a gateway: `rollout_engine.rollouts.gateway` has it, tests have a fake."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rollout_engine.base.outputs import CompletionOutput
-
-
-class AgentRow(Protocol):
-    """A training row of a session, as `rollout_engine.sessions.rows` makes them."""
-
-    reward: float | None
-    """Set for this row alone, or for its whole session; None: neither."""
-    messages: list[dict[str, Any]]
-    samples: list[tuple[int, CompletionOutput]]
+from rollout_engine.sessions.rows import SessionRow
 
 
 class AgentSession(Protocol):
@@ -25,7 +16,7 @@ class AgentSession(Protocol):
     anthropic_base_url: str
     """Of Anthropic's Messages API."""
 
-    def rows(self) -> Sequence[AgentRow]:
+    def rows(self) -> Sequence[SessionRow]:
         """The rows so far."""
         ...
 
@@ -34,15 +25,15 @@ class AgentSession(Protocol):
         ...
 
     def close(self) -> None:
-        """End its requests, and accept no more. Calling it again is a no-op."""
+        """End its requests, and forget it. Calling it again is a no-op."""
         ...
 
 
 class AgentGateway(Protocol):
     """Makes sessions. Any thread may call it."""
 
-    def session(self, *, sampling: Mapping[str, Any]) -> AgentSession:
-        """Begin a session; `sampling`: fields of `SamplingParams` for all of its requests."""
+    def session(self, *, sampling_params: dict[str, Any], tokens: int | None = None) -> AgentSession:
+        """Make a session of at most `tokens` tokens; `sampling_params`: fields for all of its requests."""
         ...
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.base.structs import plain
@@ -19,6 +18,9 @@ from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 _MAX_COUNT = 1_000_000
 _MAX_IN_FLIGHT = 64
 """Agents that run at once, unless `max_in_flight` is given."""
+_DRAWS = ("temperature", "top_p", "top_k", "min_p")
+"""Parameters that replace an agent's own even if they are the defaults."""
+_OF_REQUESTS = ("n", "seed", "output_kind", "detokenize")
 _OPTIONS = ("env", "num_episodes", "episode_timeout", "max_in_flight", "max_turns", "max_episode_tokens")
 """Those of `EpisodeOptions` that agents have."""
 
@@ -36,10 +38,10 @@ class AgentPlan(msgspec.Struct, frozen=True):
     num_samples: int
     episode_timeout: float
     max_in_flight: int
-    limits: dict[str, int]
-    """Limits of a session: "turns" and "tokens", as far as they were given."""
-    lora: str | None = None
-    """Name of the adapter that samples."""
+    max_turns: int | None = None
+    """Most answers of a session."""
+    max_tokens: int | None = None
+    """Most tokens of a session, prompts included."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments, agent: Agent) -> "AgentPlan":
@@ -54,10 +56,6 @@ class AgentPlan(msgspec.Struct, frozen=True):
             hint = "Each request draws with a seed of its own, made from rollout(seed=...)."
             raise RequestError.for_field("sampling_params.seed", checked.seed, "absent with env=Agent(...)", hint)
         in_flight = as_int("max_in_flight", options.get("max_in_flight"), 1, _MAX_COUNT)
-        limits = {
-            "turns": as_int("max_turns", options.get("max_turns"), 1, _MAX_COUNT),
-            "tokens": as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
-        }
         return cls(
             agent=agent,
             params=checked.clone(n=1, detokenize=True),
@@ -66,8 +64,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
             num_samples=checked.n,
             episode_timeout=as_seconds(options.get("episode_timeout")),
             max_in_flight=in_flight or _MAX_IN_FLIGHT,
-            limits={name: value for name, value in limits.items() if value is not None},
-            lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
+            max_turns=as_int("max_turns", options.get("max_turns"), 1, _MAX_COUNT),
+            max_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
         )
 
     @property
@@ -82,6 +80,13 @@ class AgentPlan(msgspec.Struct, frozen=True):
     def episode_seed(self, group: int, member: int) -> int:
         """Base of the seeds of a session's requests."""
         return child_seed(mix(self.seed, group), member)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling params of every request, over those that the agent asks for."""
+        fields, default = msgspec.structs.asdict(self.params), SamplingParams()
+        changed = {name: each for name, each in fields.items() if name in _DRAWS or each != getattr(default, name)}
+        return {name: each for name, each in changed.items() if name not in _OF_REQUESTS}
 
     @property
     def most_seconds(self) -> float:
@@ -121,7 +126,7 @@ def _refuse_beside_agent(arguments: RolloutArguments) -> None:
         "reward_weights": "Agent(reward=...) gives the rewards of runs.",
         "columns": "Put them into the tasks: each is a row, which the agent gets whole.",
     }
-    for name in ("columns", "reward_fn", "reward_weights", "oversample", "session_id"):
+    for name in ("columns", "reward_fn", "reward_weights", "oversample", "session_id", "lora_request"):
         if (value := getattr(arguments, name)) is not None:
             raise RequestError.for_field(name, value, "absent with env=Agent(...)", hints.get(name, ""))
     for name, value in arguments.options.items():

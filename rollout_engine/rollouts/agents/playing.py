@@ -12,10 +12,11 @@ from rollout_engine.base.errors import RewardError, RolloutEngineError
 from rollout_engine.children.program import Program, ProgramEnd
 from rollout_engine.rollouts.agents.agent import Agent
 from rollout_engine.rollouts.agents.episode import Outcome
-from rollout_engine.rollouts.agents.gateway_seam import AgentRow, AgentSession
+from rollout_engine.rollouts.agents.gateway_seam import AgentSession
 from rollout_engine.rollouts.agents.reward import as_reward, have_rewards, judge, printed_reward
 from rollout_engine.rollouts.agents.workplace import Workplace
 from rollout_engine.rollouts.episodes.env_host import one_line
+from rollout_engine.sessions.rows import SessionRow
 
 _NO_REWARD = (
     "ended without a reward: {}, give Agent(reward=...), or set one on the session before the end of the episode"
@@ -34,6 +35,8 @@ class Playing:
         self._session: AgentSession | None = None
         self._program: Program | None = None
         self._is_stopped = False
+        self._rows: Sequence[SessionRow] | None = None
+        """Those of the session when it was closed."""
 
     @property
     def session_id(self) -> str:
@@ -54,23 +57,22 @@ class Playing:
         return self._await(session, found) if inspect.isawaitable(found) else self._judge_function(session, found)
 
     def stop(self) -> None:
-        """Kill the program; of a function, end the requests. `play` then returns soon, if the function does."""
+        """Kill the program; of a function, end the session. `play` then returns soon, if the function does."""
         with self._lock:
-            self._is_stopped, program, session = True, self._program, self._session
+            self._is_stopped, program = True, self._program
         if program is not None:
             program.kill()
-        elif session is not None and self._agent.function is not None:
-            session.close()
+        elif self._agent.function is not None:
+            self.leave()
 
-    def leave(self) -> Sequence[AgentRow]:
-        """End the session; returns its rows."""
+    def leave(self) -> Sequence[SessionRow]:
+        """End the session; returns the rows that it had."""
         with self._lock:
             self._is_stopped, session = True, self._session
-        if session is None:
-            return []
-        rows = session.rows()
-        session.close()
-        return rows
+            if session is not None and self._rows is None:
+                self._rows = session.rows()
+                session.close()
+        return self._rows or []
 
     def _run_program(self, session: AgentSession) -> Outcome:
         place = Workplace(self._agent)

@@ -8,7 +8,7 @@ from typing import Any
 from rollout_engine.base.errors import RewardError
 from rollout_engine.batches.reward_functions import is_reward
 from rollout_engine.rollouts.agents.agent import Agent, reward_parameters
-from rollout_engine.rollouts.agents.gateway_seam import AgentRow
+from rollout_engine.sessions.rows import SessionRow
 
 
 def judge(agent: Agent, arguments: Mapping[str, Any]) -> float:
@@ -36,7 +36,7 @@ def printed_reward(output: str) -> float | None:
     return as_reward(value["reward"], "its last line gives the reward")
 
 
-def have_rewards(rows: Sequence[AgentRow]) -> bool:
+def have_rewards(rows: Sequence[SessionRow]) -> bool:
     """Whether rewards were set on the session or its rows."""
     return any(row.reward is not None for row in rows)
 

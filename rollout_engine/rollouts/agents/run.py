@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from envs_adapters.base import EnvSpec
@@ -24,6 +25,11 @@ _JUDGE_SECONDS = 90.0
 """Seconds beyond its own that the run of a program may take: to be killed, judged, and cleaned up after."""
 
 
+_MAX_SECONDS = 1e9
+_SPARE_SESSIONS = 64
+"""Sessions beyond those of the agents that run: of functions that have not returned after their time was up."""
+
+
 class AgentRun:
     """Plays agents: call `advance` until not `unfinished`, and `close` in any case.
 
@@ -31,9 +37,9 @@ class AgentRun:
     """
 
     def __init__(
-        self, plan: AgentPlan, open_gateway: Callable[[AgentPlan], AgentGateway], *, may_all_fail: bool = False
+        self, plan: AgentPlan, open_gateway: Callable[..., AgentGateway], *, may_all_fail: bool = False
     ) -> None:
-        """`open_gateway` is called by the first `advance`.
+        """`open_gateway` is `RolloutPolicy.gateway`, and called by the first `advance`.
 
         `may_all_fail`: only warn if every episode fails, as for those of a larger set that are played again.
         """
@@ -116,16 +122,17 @@ class AgentRun:
         """Start as many agents as may run."""
         plan = self._plan
         if self._gateway is None:
-            self._gateway = self._open_gateway(plan)
+            turns = {} if plan.max_turns is None else {"session_turns": plan.max_turns}
+            seconds = min(plan.most_seconds, _MAX_SECONDS) + _JUDGE_SECONDS
+            self._gateway = self._open_gateway(
+                session_seconds=seconds, max_sessions=plan.max_in_flight + _SPARE_SESSIONS, **turns
+            )
         gateway = self._gateway
         while self._num_started < plan.num_episodes and len(self._running) < plan.max_in_flight:
             key = self._num_started
             group, member = divmod(key, plan.num_samples)
-            sampling = {"seed": plan.episode_seed(group, member)}
-
-            def open_session(sampling: dict[str, Any] = sampling) -> Any:
-                return gateway.session(sampling=sampling)
-
+            sampling = {**plan.sampling, "seed": plan.episode_seed(group, member)}
+            open_session = partial(gateway.session, sampling_params=sampling, tokens=plan.max_tokens)
             playing = Playing(plan.agent, open_session, plan.tasks[group], plan.env_seed(group))
             self._running[key] = playing
             self._num_started += 1
@@ -164,7 +171,7 @@ class AgentRun:
         if len(ended) == plan.num_samples:
             del self._ended[group]
             ended.sort(key=lambda each: each.member)
-            self._complete.append(AgentGroup(group, ended, plan.params, plan.lora))
+            self._complete.append(AgentGroup(group, ended, plan.params))
 
     def _end_late(self) -> None:
         """Kill the programs whose time is up: they are judged by what they have done. Functions are left."""

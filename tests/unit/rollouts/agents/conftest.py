@@ -34,11 +34,9 @@ def play(gateway, tmp_path, monkeypatch):
 
     def run(program, tasks=(None,), num_samples=1, *, episode_timeout=float("inf"), max_in_flight=8, **options):
         agent = program if isinstance(program, Agent) else Agent(program, **options)
-        plan = AgentPlan(
-            agent, SamplingParams(), 7, list(tasks), num_samples, episode_timeout, max_in_flight, limits={}
-        )
+        plan = AgentPlan(agent, SamplingParams(), 7, list(tasks), num_samples, episode_timeout, max_in_flight)
         groups = []
-        with closing(AgentRun(plan, lambda plan: gateway, may_all_fail=True)) as made:
+        with closing(AgentRun(plan, lambda **options: gateway, may_all_fail=True)) as made:
             while made.unfinished:
                 groups += made.advance()
         return [each for group in sorted(groups, key=lambda group: group.index) for each in group.episodes]

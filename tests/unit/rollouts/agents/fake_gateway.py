@@ -16,7 +16,8 @@ class FakeSession:
     def say(self, *token_ids, reward=None):
         sample = SimpleNamespace(token_ids=list(token_ids), version_spans=[])
         messages = [{"role": "assistant", "content": str(token_ids)}]
-        self._rows.append(SimpleNamespace(reward=reward, messages=messages, samples=[(0, sample)]))
+        row = SimpleNamespace(reward=reward, messages=messages, samples=[(0, sample)], turns=[len(self._rows)])
+        self._rows.append(row)
 
     def rows(self):
         return list(self._rows)
@@ -35,9 +36,9 @@ class FakeGateway:
     def __init__(self):
         self.sessions, self.is_closed, self._lock = [], False, threading.Lock()
 
-    def session(self, *, sampling):
+    def session(self, *, sampling_params, tokens=None):
         with self._lock:
-            made = FakeSession(len(self.sessions), sampling)
+            made = FakeSession(len(self.sessions), sampling_params)
             self.sessions.append(made)
             return made
 
