@@ -234,6 +234,6 @@ def test_programs_end_with_the_trainer_however_it_ends(number, checkpoint, tmp_p
     left = [psutil.Process(pid) for pid in map(int, listed.read_text().split()) if psutil.pid_exists(pid)]
     assert not psutil.wait_procs(left, timeout=60)[1]
     deadline = time.monotonic() + 60
-    while (directories := list(tmp_path.glob("rollout-agent-*"))) and time.monotonic() < deadline:
+    while (directories := list(tmp_path.glob("rollout-agents-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not directories

@@ -14,7 +14,7 @@ from rollout_engine.rollouts.agents.agent import Agent
 from rollout_engine.rollouts.agents.episode import Outcome
 from rollout_engine.rollouts.agents.gateway_seam import AgentSession
 from rollout_engine.rollouts.agents.reward import as_reward, have_rewards, judge, printed_reward
-from rollout_engine.rollouts.agents.workplace import Workplace
+from rollout_engine.rollouts.agents.workplace import Workplace, Workplaces
 from rollout_engine.rollouts.episodes.env_host import one_line
 from rollout_engine.sessions.rows import SessionRow
 
@@ -28,9 +28,12 @@ _OF_FUNCTIONS = "return a number"
 class Playing:
     """One episode. `play` is called on a thread of its own; `stop` and `leave` on any."""
 
-    def __init__(self, agent: Agent, open_session: Callable[[], AgentSession], task: Any, seed: int) -> None:
-        """`seed`: that of the program, ROLLOUT_SEED."""
+    def __init__(
+        self, agent: Agent, open_session: Callable[[], AgentSession], task: Any, seed: int, places: Workplaces | None
+    ) -> None:
+        """`seed`: that of the program, ROLLOUT_SEED. `places`: for its directory; None: the agent is a function."""
         self._agent, self._open_session, self._task, self._seed = agent, open_session, task, seed
+        self._places = places
         self._lock = threading.Lock()
         self._session: AgentSession | None = None
         self._program: Program | None = None
@@ -52,7 +55,8 @@ class Playing:
             session.close()
             return Outcome("episode_timeout")
         if self._agent.function is None:
-            return self._run_program(session)
+            assert self._places is not None
+            return self._run_program(session, Workplace(self._agent, self._places))
         found = self._agent.function(session, self._task)
         return self._await(session, found) if inspect.isawaitable(found) else self._judge_function(session, found)
 
@@ -74,8 +78,7 @@ class Playing:
                 session.close()
         return self._rows or []
 
-    def _run_program(self, session: AgentSession) -> Outcome:
-        place = Workplace(self._agent)
+    def _run_program(self, session: AgentSession, place: Workplace) -> Outcome:
         try:
             start = time.monotonic()
             variables = place.variables(session, self._task, self._seed)

@@ -14,6 +14,7 @@ from rollout_engine.rollouts.agents.episode import AgentEpisode, AgentGroup, Out
 from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
 from rollout_engine.rollouts.agents.plan import AgentPlan
 from rollout_engine.rollouts.agents.playing import Playing
+from rollout_engine.rollouts.agents.workplace import Workplaces
 from rollout_engine.rollouts.episodes.env_calls import EnvCalls, EnvFailure
 from rollout_engine.rollouts.episodes.env_host import one_line
 
@@ -45,6 +46,8 @@ class AgentRun:
         """
         self._plan, self._open_gateway, self._may_all_fail = plan, open_gateway, may_all_fail
         self._gateway: AgentGateway | None = None
+        self._places: Workplaces | None = None
+        """Of programs that have been started."""
         self._num_started = 0
         self._running: dict[int, Playing] = {}
         self._ended: dict[int, list[AgentEpisode]] = {}
@@ -117,6 +120,9 @@ class AgentRun:
         if self._gateway is not None:
             self._gateway.close()
             self._gateway = None
+        if self._places is not None:
+            self._places.remove()
+            self._places = None
 
     def _start(self) -> None:
         """Start as many agents as may run."""
@@ -127,13 +133,14 @@ class AgentRun:
             self._gateway = self._open_gateway(
                 session_seconds=seconds, max_sessions=plan.max_in_flight + _SPARE_SESSIONS, **turns
             )
+            self._places = Workplaces() if plan.agent.function is None else None
         gateway = self._gateway
         while self._num_started < plan.num_episodes and len(self._running) < plan.max_in_flight:
             key = self._num_started
             group, member = divmod(key, plan.num_samples)
             sampling = {**plan.sampling, "seed": plan.episode_seed(group, member)}
             open_session = partial(gateway.session, sampling_params=sampling, tokens=plan.max_tokens)
-            playing = Playing(plan.agent, open_session, plan.tasks[group], plan.env_seed(group))
+            playing = Playing(plan.agent, open_session, plan.tasks[group], plan.env_seed(group), self._places)
             self._running[key] = playing
             self._num_started += 1
             self._calls.run(key, playing.play)

@@ -21,17 +21,27 @@ _MAX_TASK_BYTES = 100_000
 """Longest task that is also a variable: Linux allows 131,072 bytes."""
 
 
+class Workplaces:
+    """The directory that holds those of a rollout's runs. If this process is killed, the guard removes it."""
+
+    def __init__(self) -> None:
+        """Make it. Raises `OSError`."""
+        self.path = Path(tempfile.mkdtemp(prefix="rollout-agents-"))
+        GUARD.add_path(str(self.path))
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        _remove(self.path)
+        GUARD.drop_path(str(self.path))
+
+
 class Workplace:
-    """Fresh directories for one run: to work in, for temporary files, and the file of its task. `remove` ends it.
+    """Fresh directories for one run: to work in, for temporary files, and the file of its task. `remove` ends it."""
 
-    If this process is killed, the guard (`rollout_engine.children.guard`) removes them.
-    """
-
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, places: Workplaces) -> None:
         """Make the directories. Raises `OSError`."""
         self._agent = agent
-        self._root = Path(tempfile.mkdtemp(prefix="rollout-agent-"))
-        GUARD.add_path(str(self._root))
+        self._root = Path(tempfile.mkdtemp(dir=places.path))
         self.directory = agent.directory or str(self._root / "work")
         """Where the program starts."""
         for name in ("work", "temporary"):
@@ -60,13 +70,17 @@ class Workplace:
 
     def remove(self) -> None:
         """Remove the directories and all that the program has left there."""
-        shutil.rmtree(self._root, ignore_errors=True)
-        if self._root.exists():
-            _make_removable(self._root)
-            shutil.rmtree(self._root, ignore_errors=True)
-        if self._root.exists():
-            logger.warning("%r left files that cannot be removed: %s", self._agent, self._root)
-        GUARD.drop_path(str(self._root))
+        _remove(self._root)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, and log a warning if that cannot be done."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        _make_removable(path)
+        shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("An agent left files that cannot be removed: %s", path)
 
 
 def _make_removable(root: Path) -> None:

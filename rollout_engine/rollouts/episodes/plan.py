@@ -32,7 +32,8 @@ class EpisodeOptions(TypedDict, total=False):
 
     env: Any
     """A class or function that makes an environment (`envs_adapters.Env`), the name of one ("family:name"), or the
-    result of `envs_adapters.make_env`. Each episode has an environment of its own."""
+    result of `envs_adapters.make_env`. Each episode has an environment of its own. Or "agent:COMMAND" or an `Agent`: a
+    program or function that talks to the policy over HTTP, whose tasks are the `prompts`."""
     num_episodes: int
     """Starts: each is played `num_samples` times from the same state, which makes a group. 1 unless given."""
     max_turns: int

@@ -43,7 +43,7 @@ def play(gateway, tmp_path, monkeypatch):
 
     yield run
     assert all(session.is_closed for session in gateway.sessions)
-    assert not list(Path(tmp_path).glob("rollout-agent-*"))
+    assert not list(Path(tmp_path).glob("rollout-agents-*"))
     deadline = time.monotonic() + WAIT_SECONDS
     while (left := _threads() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
