@@ -57,10 +57,10 @@ def reason_of(
 def _reason_without_prefix(
     forest: Forest, root: tuple[Key, Key], messages: Messages, keys: list[Key], found: Found
 ) -> tuple[Reason, Turn | None]:
-    for (tools, _), _ in forest.others(root):
-        other = forest.find((tools, _), messages, keys)
+    for other_root, _ in forest.others(root):
+        other = forest.find(other_root, messages, keys)
         if len(other.path) > 1:
-            return ("tools_changed" if tools != root[0] else "template"), other.turn or other.path[-1].latest
+            return ("tools_changed" if other_root[0] != root[0] else "template"), other.turn or other.path[-1].latest
     roots = [*found.path, *(node for _, node in forest.others(root))]
     if messages[0].get("role") in _SYSTEM or any(_has_system(node) for node in roots):
         return "new_system", forest.turns[-1]

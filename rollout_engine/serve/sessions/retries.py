@@ -61,7 +61,8 @@ class Answer:
             self._raise()
         if isinstance(self._reply, Events):
             return structs.replace(self._reply, events=self._read_events())
-        await asyncio.wait([self.task])
+        if not self.task.done():
+            await asyncio.wait([self.task])
         self._raise()
         assert self._reply is not None, "it has been made"
         return self._reply
