@@ -94,11 +94,8 @@ def test_rows_of_agents_are_the_engines_own(gateway, trainer, count, num_steps):
         reasons.update(row.began for row in rows)
         assert Counter(sampled_in(rows)) == Counter(map(sampled_by, agent.answered.values())), agent.steps
         for row in rows:
-            assert (
-                row.parent_row < row.row
-                and (row.parent_row >= 0) == (row.began not in ("start", "parallel"))
-                or (row.began == "parallel")
-            )
+            assert row.parent_row < row.row
+            assert row.parent_row >= 0 or row.began in ("start", "parallel")
     assert reasons["start"] >= count and {"rollback", "edited", "trimmed", "sample", "new_system"} <= set(reasons)
     for start in range(0, count, 50):
         some = sessions[start : start + 50]
