@@ -33,6 +33,8 @@ class Place(msgspec.Struct, eq=False):
     parent: Turn | None
     origin: Turn | None
     began: str
+    number: int = 0
+    """Of the request in its session."""
     max_tokens: int | None = None
     """Most tokens of each sample by the session's budget; None: no bound."""
     reserved: int = 0
@@ -123,6 +125,7 @@ class Session:
                 place.began = "parallel"
             self._reserve(place, found, params)
             self._open.add(place)
+            place.number = self.num_begun
             self.num_begun += 1
         return place
 
@@ -232,7 +235,8 @@ class Session:
         turn.said = place.prompts.said(sample.token_ids)
         (key,), (size,) = keys_of([answer])
         turn.answered = forest.extend(node, answer, key, size)
-        if parent is not None:
+        if parent is not None and parent.shown is not None:
+            self._num_sample_bytes -= len(parent.shown)
             parent.shown = None  # only the ends of rows keep their text; others are rendered again after a rollback
         forest.add(turn)
         self._num_sample_bytes += bytes_of(sample) + BYTES_OF_ID * len(own_ids) + len(place.own.shown)
