@@ -57,7 +57,7 @@ _DRAWS = ("temperature", "top_p", "top_k", "min_p")
 
 
 class GatewaySession:
-    """One agent's session: where it sends its requests, and the rows that these make."""
+    """One agent's session: the addresses for its requests, and the rows that these make."""
 
     def __init__(self, gateway: "Gateway", session: Session, url: str) -> None:
         self._gateway, self._session = gateway, session
@@ -190,8 +190,8 @@ class GatewayMethods(Face):
         Args:
             sampling_params: params of every request of every session, over those that agents ask for. A
                 `SamplingParams` forces temperature, top_p, top_k and min_p, and its fields that are not the defaults; a
-                dictionary forces what it has.
-            host, port: where to listen; 0: a port that is free.
+                dictionary forces the params that it has.
+            host, port: the address to listen on; 0: a port that is free.
             options: further fields of `ServeOptions`. Keys are drawn unless given: an agent has that of its session.
 
         Raises `ConfigError` as `HttpServer` does, and for options that do not fit.

@@ -59,7 +59,7 @@ class SessionCall:
             raise RequestError.for_field("messages", "pictures", "text: sessions keep token ids alone")
         prefix = getattr(self._asked.body, "required_prefix_token_ids", None)
         if prefix is not None:
-            bound = "absent in a session, which keeps sampled ids by itself"
+            bound = "absent in a session: it continues behind sampled ids anyway"
             raise RequestError.for_field("required_prefix_token_ids", prefix[:8], bound)
         template = options.get("chat_template")
         if template is not None and not self._codec.has_template(template):

@@ -54,7 +54,7 @@ class Answer:
         self._changed = asyncio.Event()
 
     async def read(self) -> Reply | Events:
-        """The response. Raises what the handler raised."""
+        """The response. Raises the error of the handler."""
         while self._reply is None and not self.task.done():
             await self._wait()
         if self._reply is None:
