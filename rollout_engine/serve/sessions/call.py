@@ -21,6 +21,8 @@ from rollout_engine.text.tokenizer import TextCodec
 
 _NOT_FORCED = frozenset(("n", "output_kind", "detokenize", "truncate_prompt_tokens", "prompt_logprobs"))
 """Sampling params that belong to single requests."""
+_TURNS = 1 << 32
+"""Request k is drawn as turn k of an episode is (`episodes.episode.seed_of_turn`)."""
 _MAX_KEPT = 64
 ForcedParams: TypeAlias = dict[tuple[int, str], tuple[SamplingParams, SamplingParams]]
 
@@ -71,7 +73,8 @@ class SessionCall:
             params = params.clone(max_tokens=place.max_tokens, min_tokens=min(params.min_tokens, place.max_tokens))
         seed = self._session.sampling.get("seed")
         if seed is not None:
-            settings = settings._replace(seed=mix(unsigned(seed), place.number))
+            first = unsigned(seed)
+            settings = settings._replace(seed=mix(first, _TURNS + place.number) if place.number else first)
         return {"prompt_token_ids": place.prompt_token_ids}, settings._replace(params=params)
 
     def record(self, parts: Sequence[CompletionOutput], message: Mapping[str, Any]) -> None:

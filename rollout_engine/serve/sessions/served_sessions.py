@@ -105,6 +105,7 @@ class SessionRequest:
         self._leave = lambda: None
 
     async def _run(self, route: Route, asked: Asked, served: Any) -> Reply | Events:
+        await _accept_model(asked, served)
         call = asked.session = self._owner.call(self.session, asked, served)
         try:
             reply = await route.answer(served, asked)
@@ -115,6 +116,14 @@ class SessionRequest:
             return msgspec.structs.replace(reply, events=_closing(reply.events, call))
         call.close()
         return reply
+
+
+async def _accept_model(asked: Asked, served: Any) -> None:
+    """Have a name that is no adapter's mean the model that is served: agents have names of their own."""
+    try:
+        await served.adapter_of(asked.body.model)
+    except HttpProblem:
+        asked.body.model = None
 
 
 async def _closing(events: AsyncIterator[Any], call: SessionCall) -> AsyncIterator[Any]:
