@@ -330,6 +330,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             num_samples=num_samples,
             k=ks,
             seed=as_int("seed", seed, 0, MAX_SEED) or 0,
+            gateway=self.gateway,
         )
         with closing(Ledger(out, evaluator.plan, resume=resume)) as ledger:
             evaluator.run(ledger, shown=use_tqdm)

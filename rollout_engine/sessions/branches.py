@@ -4,8 +4,8 @@
 "rollback"          it continues, or asks again after, an earlier conversation that has been answered meanwhile
 "parallel"          the same, while another request that does so was running
 "sample"            another of the n samples of one request
-"trimmed"           an answer came back with other spaces around it
-"thinking_dropped"  an answer came back without its thinking, which the template would show
+"trimmed"           an answer was returned with other spaces around it
+"thinking_dropped"  an answer was returned without its thinking, which the template would show
 "edited"            a message was changed
 "compacted"         a conversation of several turns was replaced by a shorter one
 "new_system"        another system prompt, as that of a subagent
@@ -57,10 +57,10 @@ def reason_of(
 def _reason_without_prefix(
     forest: Forest, root: tuple[Key, Key], messages: Messages, keys: list[Key], found: Found
 ) -> tuple[Reason, Turn | None]:
-    for (tools, _), _ in forest.others(root):
-        other = forest.find((tools, _), messages, keys)
+    for other_root, _ in forest.others(root):
+        other = forest.find(other_root, messages, keys)
         if len(other.path) > 1:
-            return ("tools_changed" if tools != root[0] else "template"), other.turn or other.path[-1].latest
+            return ("tools_changed" if other_root[0] != root[0] else "template"), other.turn or other.path[-1].latest
     roots = [*found.path, *(node for _, node in forest.others(root))]
     if messages[0].get("role") in _SYSTEM or any(_has_system(node) for node in roots):
         return "new_system", forest.turns[-1]
@@ -82,7 +82,7 @@ def _divergence(node: Node, messages: Messages) -> tuple[Reason, Turn | None]:
 
 
 def _change(turn: Turn, message: dict[str, Any]) -> Reason:
-    """How an answer came back."""
+    """How a returned answer was changed."""
     assert turn.answered.message is not None, "it has been answered"
     was, now = answer_parts(turn.answered.message), answer_parts(message)
     if was["calls"] != now["calls"] or not isinstance(was["content"], str) or not isinstance(now["content"], str):

@@ -22,7 +22,7 @@ from rollout_engine.text.conversations import as_messages
 
 
 class Place(msgspec.Struct, eq=False):
-    """Where a request that runs stands in the forest."""
+    """The place in the forest of a request that runs."""
 
     prompt_token_ids: list[int]
     own: OwnIds
@@ -33,6 +33,8 @@ class Place(msgspec.Struct, eq=False):
     parent: Turn | None
     origin: Turn | None
     began: str
+    number: int = 0
+    """Of the request in its session."""
     max_tokens: int | None = None
     """Most tokens of each sample by the session's budget; None: no bound."""
     reserved: int = 0
@@ -42,7 +44,7 @@ class Place(msgspec.Struct, eq=False):
 
 
 class Session:
-    """What one agent was answered, as tokens.
+    """The conversations of one agent, as tokens.
 
     Args:
         limits: its bounds.
@@ -100,7 +102,7 @@ class Session:
         params: SamplingParams | None = None,
         adapter: str | None = None,
     ) -> Place:
-        """Find where a request continues, and make its prompt. End it by `cancel`, whatever happens.
+        """Find the answer that a request continues, and make its prompt. Always end it by `cancel`.
 
         Raises `RequestError` for messages that cannot be rendered, and `SessionEndedError`.
         """
@@ -123,6 +125,7 @@ class Session:
                 place.began = "parallel"
             self._reserve(place, found, params)
             self._open.add(place)
+            place.number = self.num_begun
             self.num_begun += 1
         return place
 
@@ -232,7 +235,8 @@ class Session:
         turn.said = place.prompts.said(sample.token_ids)
         (key,), (size,) = keys_of([answer])
         turn.answered = forest.extend(node, answer, key, size)
-        if parent is not None:
+        if parent is not None and parent.shown is not None:
+            self._num_sample_bytes -= len(parent.shown)
             parent.shown = None  # only the ends of rows keep their text; others are rendered again after a rollback
         forest.add(turn)
         self._num_sample_bytes += bytes_of(sample) + BYTES_OF_ID * len(own_ids) + len(place.own.shown)

@@ -42,6 +42,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
     """Most answers of a session."""
     max_tokens: int | None = None
     """Most tokens of a session, prompts included."""
+    starts: tuple[int, ...] | None = None
+    """Numbers of the starts to play; None: all."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments, agent: Agent) -> "AgentPlan":
@@ -69,9 +71,19 @@ class AgentPlan(msgspec.Struct, frozen=True):
         )
 
     @property
+    def num_starts(self) -> int:
+        """Starts to play."""
+        return len(self.tasks) if self.starts is None else len(self.starts)
+
+    @property
     def num_episodes(self) -> int:
         """Runs of the agent in all."""
-        return len(self.tasks) * self.num_samples
+        return self.num_starts * self.num_samples
+
+    def place(self, key: int) -> tuple[int, int]:
+        """(start, sample) of an episode."""
+        start, member = divmod(key, self.num_samples)
+        return (start if self.starts is None else self.starts[start]), member
 
     def env_seed(self, group: int) -> int:
         """ROLLOUT_SEED of the runs of one start, in [0, 2**31): all samples of a start have the same."""

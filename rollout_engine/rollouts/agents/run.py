@@ -69,7 +69,7 @@ class AgentRun:
     @property
     def num_groups(self) -> int:
         """Groups in all."""
-        return len(self._plan.tasks)
+        return self._plan.num_starts
 
     @property
     def has_news(self) -> bool:
@@ -137,7 +137,7 @@ class AgentRun:
         gateway = self._gateway
         while self._num_started < plan.num_episodes and len(self._running) < plan.max_in_flight:
             key = self._num_started
-            group, member = divmod(key, plan.num_samples)
+            group, member = plan.place(key)
             sampling = {**plan.sampling, "seed": plan.episode_seed(group, member)}
             open_session = partial(gateway.session, sampling_params=sampling, tokens=plan.max_tokens)
             playing = Playing(plan.agent, open_session, plan.tasks[group], plan.env_seed(group), self._places)
@@ -152,7 +152,7 @@ class AgentRun:
             assert isinstance(result, Outcome)
             return result
         agent, problem = self._plan.agent, result.exception
-        info = {"task": self._plan.tasks[key // self._plan.num_samples]}
+        info = {"task": self._plan.tasks[self._plan.place(key)[0]]}
         if isinstance(problem, StepDeadlineError) and agent.function is not None:
             reason = f"{agent.name} did not return within {agent.timeout:g} seconds (Agent(timeout=...))."
         elif isinstance(problem, StepDeadlineError):
@@ -170,7 +170,7 @@ class AgentRun:
         rows = playing.leave()
         if outcome.error is not None:
             self._failures.append((outcome.error, outcome.cause))
-        group, member = divmod(key, plan.num_samples)
+        group, member = plan.place(key)
         seed = plan.episode_seed(group, member)
         episode = AgentEpisode(key, group, member, seed, playing.session_id, rows, outcome)
         ended = self._ended.setdefault(group, [])
@@ -187,7 +187,7 @@ class AgentRun:
             if key in self._running:
                 self._running[key].stop()
                 if self._plan.agent.function is not None:
-                    task = self._plan.tasks[key // self._plan.num_samples]
+                    task = self._plan.tasks[self._plan.place(key)[0]]
                     self._end(key, Outcome("episode_timeout", 0.0, info={"task": task}))
 
     def _report_failures(self) -> None:

@@ -75,13 +75,14 @@ class _ChatCall(Call):
             raise RequestError.for_field("required_prefix_token_ids", body.required_prefix_token_ids[:8], bound, hint)
         self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
         self.settings = _settings(served, body, self._tools)
-        self.prompts = [] if asked.session is not None else [_prompt(served, body)]
+        self._options = _options(served, body)
+        self.prompts = [] if asked.session is not None else [_prompt(served, body, self._options)]
 
     async def start(self, generation: Generation) -> None:
         must_show_tools, session = _must_show_tools(self._body), self.asked.session
         if session is not None:
-            messages, options = self._body.messages, _options(self.served, self._body)
-            prompt, self.settings = await session.begin(messages, options, self.settings, lora=self.lora)
+            given = self._body.messages, self._options, self.settings
+            prompt, self.settings = await session.begin(*given, lora=self.lora)
             self.prompts = [prompt | salt_of(self._body)]
         self.prompts = [await with_rendered_text(self.served, self.prompts[0], must_show_tools=must_show_tools)]
         await super().start(generation)
@@ -195,8 +196,7 @@ def _options(served: Served, body: ChatBody) -> dict[str, Any]:
     return options
 
 
-def _prompt(served: Served, body: ChatBody) -> dict[str, Any]:
-    options = _options(served, body)
+def _prompt(served: Served, body: ChatBody, options: dict[str, Any]) -> dict[str, Any]:
     if body.required_prefix_token_ids is None:
         return {"messages": body.messages, **options, **salt_of(body)}
     token_ids = _prompt_after(served, body.required_prefix_token_ids, body.messages, options)

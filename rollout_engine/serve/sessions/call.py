@@ -1,5 +1,6 @@
 """The part of a session in one request that samples: its prompt, its settings, and the record of its answer."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -10,6 +11,7 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix, unsigned
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.sessions.prompts import PromptCache
@@ -19,6 +21,8 @@ from rollout_engine.text.tokenizer import TextCodec
 
 _NOT_FORCED = frozenset(("n", "output_kind", "detokenize", "truncate_prompt_tokens", "prompt_logprobs"))
 """Sampling params that belong to single requests."""
+_TURNS = 1 << 32
+"""Request k is drawn as turn k of an episode is (`episodes.episode.seed_of_turn`)."""
 _MAX_KEPT = 64
 ForcedParams: TypeAlias = dict[tuple[int, str], tuple[SamplingParams, SamplingParams]]
 
@@ -55,21 +59,22 @@ class SessionCall:
         """
         if self._asked.has_pictures:
             raise RequestError.for_field("messages", "pictures", "text: sessions keep token ids alone")
+        prefix = getattr(self._asked.body, "required_prefix_token_ids", None)
+        if prefix is not None:
+            bound = "absent in a session: it continues behind sampled ids anyway"
+            raise RequestError.for_field("required_prefix_token_ids", prefix[:8], bound)
         template = options.get("chat_template")
         if template is not None and not self._codec.has_template(template):
             bound = "absent in a session, whose later turns are rendered by the tokenizer's own template"
             raise RequestError.for_field("chat_template", template, bound)
         params = self._force(settings.params)
-        number, session = self._session.num_begun, self._session
-        find = session.place
-        place = self._place = await self._asked.read_texts(
-            lambda: find(messages, self._prompts.find(options), now=time.monotonic(), params=params, adapter=lora)
-        )
+        place = self._place = await self._find_place(messages, options, params, lora)
         if place.max_tokens is not None and params.max_tokens != place.max_tokens:
             params = params.clone(max_tokens=place.max_tokens, min_tokens=min(params.min_tokens, place.max_tokens))
-        seed = session.sampling.get("seed")
+        seed = self._session.sampling.get("seed")
         if seed is not None:
-            settings = settings._replace(seed=mix(unsigned(seed), number))
+            first = unsigned(seed)
+            settings = settings._replace(seed=mix(first, _TURNS + place.number) if place.number else first)
         return {"prompt_token_ids": place.prompt_token_ids}, settings._replace(params=params)
 
     def record(self, parts: Sequence[CompletionOutput], message: Mapping[str, Any]) -> None:
@@ -87,6 +92,28 @@ class SessionCall:
         if self._place is not None:
             self._session.cancel(self._place)
             self._place = None
+
+    async def _find_place(
+        self, messages: Sequence[Any], options: Mapping[str, Any], params: SamplingParams, lora: str | None
+    ) -> Place:
+        """The request's place. One that is found on a thread after the client has left is given up."""
+
+        def find() -> Place:
+            prompts = self._prompts.find(options)
+            return self._session.place(messages, prompts, now=time.monotonic(), params=params, adapter=lora)
+
+        if not self._asked.is_long:
+            return find()
+        work = asyncio.ensure_future(run_in_thread(find))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(self._give_up)
+            raise
+
+    def _give_up(self, work: "asyncio.Future[Place]") -> None:
+        if not work.cancelled() and work.exception() is None:
+            self._session.cancel(work.result())
 
     def _force(self, params: SamplingParams) -> SamplingParams:
         """The params of a request with those of the session, and with log-probs."""
