@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import Agent, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
+from rollout_engine import Agent, EvalTask, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
 from rollout_engine.base.errors import EpisodeError, RequestError
 from rollout_engine.testing import tiny_checkpoint
 
@@ -208,6 +208,15 @@ def test_groups_arrive_one_by_one_from_a_loop(policy):
     whole = play(policy, Agent(converse))
     assert [group["group_id"].tolist() for group in groups] == [[0, 0], [1, 1]]
     assert groups[1]["tokens", "full"].equal(whole["tokens", "full"][2:, : groups[1]["tokens", "full"].shape[1]])
+
+
+def test_an_evaluation_asks_an_agent_all_rows_and_resumes(policy, tmp_path):
+    task = EvalTask(name="words", env=Agent(converse), rows=TASKS, correct_from=3.0)
+    report = policy.evaluate(task, num_samples=2, out=tmp_path / "out", seed=3, use_tqdm=False)
+    again = policy.evaluate(task, num_samples=3, out=tmp_path / "out2", seed=3, use_tqdm=False)
+    assert len(list(report.samples)) == 4 and len(list(again.samples)) == 6
+    tokens = [[sample["response_token_ids"] for sample in each.samples][:2] for each in (report, again)]
+    assert tokens[0] == tokens[1], "sample i of a prompt is the same, however many there are"
 
 
 OWNER = """
