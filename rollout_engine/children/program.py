@@ -62,9 +62,10 @@ class Program:
         system starts no process.
         """
         status, to_status = os.pipe()
+        words = [str(os.getpid()), str(to_status), environment.get("LC_CTYPE", ""), *command]
         try:
             self._supervisor = start_process(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(to_status), *command],
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -141,8 +142,8 @@ class Program:
         """Have the guard kill the program's group if this process is killed, once the group is known."""
         started = self._reported("started")
         if started is not None and self._reported("ended") is None:
+            GUARD.add_group(int(started))
             self._group = int(started)
-            GUARD.add_group(self._group)
 
     def _reported(self, word: str) -> str | None:
         """The rest of the supervisor's line that begins with a word; None: there is none."""

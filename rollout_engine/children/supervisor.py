@@ -1,9 +1,10 @@
 """Runs one program of the user's, and kills all that it has started when it ends: a process between owner and program.
 
-    python -I -S supervisor.py OWNER STATUS COMMAND [ARGUMENT ...]
+    python -I -S supervisor.py OWNER STATUS LC_CTYPE COMMAND [ARGUMENT ...]
 
     OWNER    process id of the owner; Linux sends SIGTERM when it ends
     STATUS   descriptor for the lines "failed REASON", or "started PID" and then "ended CODE", CODE as of `subprocess`
+    LC_CTYPE the program's variable of this name; empty: it has none (Python sets one for itself, PEP 538)
     stdin    a pipe of the owner's: closing it kills the program. The program itself reads an empty input.
 
 On Linux all descendants of the program are killed, those too that have left its process group or its session: they
@@ -27,7 +28,10 @@ _RESET = [number for name in ("SIGPIPE", "SIGXFSZ") if (number := getattr(signal
 
 def main() -> None:
     """Run the program to its end."""
-    owner, status, *command = sys.argv[1:]
+    owner, status, locale, *command = sys.argv[1:]
+    os.environ.pop("LC_CTYPE", None)
+    if locale:
+        os.environ["LC_CTYPE"] = locale
     wakes = _wake_on_signals()
     _watch_owner(int(owner))
     os.set_inheritable(int(status), False)
