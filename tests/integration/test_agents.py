@@ -62,7 +62,7 @@ def program(tmp_path):
 def ask(session, messages):
     request = urllib.request.Request(
         f"{session.openai_base_url}/chat/completions",
-        json.dumps({"messages": messages}).encode(),
+        json.dumps({"messages": messages, "max_tokens": 8}).encode(),
         {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as response:
@@ -229,6 +229,7 @@ policy.rollout([1, 2], SamplingParams(), env=Agent(["sh", "-c", script]), use_tq
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_programs_end_with_the_trainer_however_it_ends(number, checkpoint, tmp_path):
     listed = tmp_path / "pids"
