@@ -6,8 +6,6 @@ from functools import cached_property
 
 from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.rollouts.episodes.taught_format import taught_format
-from rollout_engine.rollouts.episodes.tool_calls import ToolFormat
 from rollout_engine.serve.media.reader import MediaReader
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
@@ -15,6 +13,8 @@ from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
 from rollout_engine.serve.version_names import VersionNames
+from rollout_engine.text.formats.taught_format import taught_format
+from rollout_engine.text.formats.tool_calls import ToolFormat
 from rollout_engine.text.request_templates import RequestTemplates
 from rollout_engine.text.tokenizer import TextCodec
 

@@ -13,15 +13,15 @@ from rollout_engine.faces.reader import Reader
 from rollout_engine.rollouts.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.rollouts.episodes.episode import Ask
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
-from rollout_engine.rollouts.episodes.taught_format import taught_format
-from rollout_engine.rollouts.episodes.tool_calls import (
+from rollout_engine.rollouts.episodes.tool_functions import tool_name
+from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.formats.taught_format import taught_format
+from rollout_engine.text.formats.tool_calls import (
     ToolCalls,
     ToolFormat,
     opens_thinking,
     parse_typed_calls,
 )
-from rollout_engine.rollouts.episodes.tool_functions import tool_name
-from rollout_engine.text.chat_turns import ChatTurns
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.text.text_turns import TextTurns
 from rollout_engine.text.tokenizer import TextCodec

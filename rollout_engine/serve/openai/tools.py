@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.tool_calls import (
+from rollout_engine.serve.served import Served
+from rollout_engine.text.formats.tool_calls import (
     PROMPT_END,
     ToolFormat,
     format_of_template,
     opens_thinking,
     parse_typed_calls,
 )
-from rollout_engine.serve.served import Served
 from rollout_engine.text.tokenizer import TextCodec
 
 _TAGS: dict[ToolFormat, tuple[str, str, str]] = {

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from envs_adapters.base import BrokenCall, ToolCall
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.tool_arguments import parse_json, raw_json, typed_arguments
+from rollout_engine.base.tool_call import BrokenCall, ToolCall
+from rollout_engine.text.formats.tool_arguments import parse_json, raw_json, typed_arguments
 
 ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
 

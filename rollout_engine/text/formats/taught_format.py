@@ -5,7 +5,7 @@ from os.path import commonprefix
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.tool_calls import ToolFormat, format_of_template, parse_typed_calls
+from rollout_engine.text.formats.tool_calls import ToolFormat, format_of_template, parse_typed_calls
 from rollout_engine.text.tokenizer import TextCodec
 
 _NAME, _ARGUMENTS = "look_up_0f1e2d3c", {"word": "a b", "limit": 3}
