@@ -2,7 +2,7 @@
 
 import enum
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -14,7 +14,7 @@ from rollout_engine.base.threads import run_in_thread
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
+Dialect: TypeAlias = Literal["openai", "vllm", "sglang", "anthropic"]
 
 
 LONG_BYTES = 1 << 12
@@ -46,6 +46,8 @@ class Asked(msgspec.Struct):
     """Of the request's body."""
     num_picture_bytes: int = 0
     """That its pictures take, as `MediaReader` counts them."""
+    session: Any = None
+    """The session that the request belongs to (`serve.chat.session_hook.SessionHook`); None for one without."""
 
     @property
     def is_long(self) -> bool:
@@ -91,11 +93,15 @@ class Reply(msgspec.Struct):
 
 
 class Events(msgspec.Struct):
-    """A response of server-sent events, closed by "[DONE]"."""
+    """A response of server-sent events, closed by "[DONE]" unless they are named."""
 
-    events: AsyncIterator[Any]
+    events: AsyncGenerator[Any, None]
     """Each is written as JSON."""
     headers: dict[str, str] = {}
+    are_named: bool = False
+    """Whether each is sent under its "type" as the event's name."""
+    write_problem: Callable[[BaseException], Any] | None = None
+    """Makes the event of an error behind other events; None: the body of the error is the event."""
 
 
 Handler: TypeAlias = Callable[..., Awaitable[Reply | Events]]

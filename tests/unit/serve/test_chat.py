@@ -4,7 +4,7 @@ import json
 import pytest
 
 from rollout_engine.serve.app import App
-from rollout_engine.serve.openai.tools import ToolParser
+from rollout_engine.serve.chat.tools import ToolParser
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.text.chat_turns import ChatTurns
 

@@ -1,4 +1,4 @@
-"""Tool calls in answers, as OpenAI's clients read them, and answers that have to be calls.
+"""Tool calls in answers, and answers that have to be calls.
 
 tool_choice   "none"           calls stay text
               "auto"           calls are found; they are bound to their schemas if a tool is "strict"
@@ -7,11 +7,11 @@ tool_choice   "none"           calls stay text
 """
 
 import json
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.serve.chat.answer_parts import AnswerParts
 from rollout_engine.serve.served import Served
 from rollout_engine.text.formats.tool_calls import (
     PROMPT_END,
@@ -51,15 +51,24 @@ class ToolParser:
         *,
         is_forced: bool,
     ) -> None:
-        self._codec, self._form, self._tools, self._is_forced = codec, form, tools, is_forced
+        self._codec, self._form, self._tools, self.is_forced = codec, form, tools, is_forced
         self.structured_outputs = bound
         """The form that answers are bound to; None if they are free."""
 
     @classmethod
     def of(
-        cls, served: Served, tools: Sequence[Any] | None, tool_choice: Any, chat_template: str | None
+        cls,
+        served: Served,
+        tools: Sequence[Any] | None,
+        tool_choice: Any,
+        chat_template: str | None,
+        *,
+        is_single: bool = False,
     ) -> "ToolParser | None":
-        """The parser of a request; None if it has no tools. Raises `RequestError` if a call cannot be forced."""
+        """The parser of a request; None if it has no tools. Raises `RequestError` if a call cannot be forced.
+
+        `is_single`: whether an answer that has to be a call ends with the first.
+        """
         named = _find_named(tool_choice)
         if not tools or tool_choice == "none":
             if named or tool_choice == "required":
@@ -80,19 +89,17 @@ class ToolParser:
         if form is None:
             hint = 'Give a chat_template that has them, or tool_choice "required" or a named tool, which need none.'
             raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
-        structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named)
+        structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named, is_single)
         return cls(served.codec, form, tools, structures, is_forced=is_forced)
 
-    def split(
-        self, prompt_token_ids: Sequence[int], token_ids: list[int], text: str
-    ) -> tuple[list[dict[str, Any]], str]:
-        """(calls, words) of an answer, whose decoded text is given: all that is no call stays in its words."""
+    def split(self, prompt_token_ids: Sequence[int], token_ids: list[int], text: str) -> AnswerParts:
+        """The calls and the words of an answer, whose decoded text is given: all that is no call stays in its words."""
         codec = self._codec
-        is_thinking = False if self._is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
+        is_thinking = False if self.is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
         parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
         for written in reversed(parsed.call_texts):
             text = self._without(text, written)
-        return [_call(call.name, call.arguments) for call in parsed.calls], text
+        return AnswerParts(None, text, parsed.calls, parsed.broken)
 
     def _without(self, text: str, written: str) -> str:
         """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
@@ -105,12 +112,6 @@ class ToolParser:
                 parts = text[:start].rstrip(), text[start + len(each) :].lstrip()
                 return "\n".join(part for part in parts if part)
         return text
-
-
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call as OpenAI writes it: its arguments are JSON text."""
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _find_named(tool_choice: Any) -> str | None:
@@ -126,7 +127,7 @@ def _find_named(tool_choice: Any) -> str | None:
 
 
 def _constrain_answer(
-    form: ToolFormat, functions: list[dict[str, Any]], is_forced: bool, named: str | None
+    form: ToolFormat, functions: list[dict[str, Any]], is_forced: bool, named: str | None, is_single: bool
 ) -> dict[str, Any] | None:
     """Structured outputs of a choice; None for free answers."""
     if form not in _TAGS or not (is_forced or any(function.get("strict") for function in functions)):
@@ -140,7 +141,7 @@ def _constrain_answer(
         {"begin": begin.replace("NAME", json.dumps(each["name"])), "schema": _arguments(each, is_forced), "end": end}
         for each in asked
     ]
-    options = {"at_least_one": is_forced, "stop_after_first": named is not None}
+    options = {"at_least_one": is_forced, "stop_after_first": named is not None or is_single}
     return {"structural_tag": {"structures": structures, "triggers": [trigger], **options}}
 
 
