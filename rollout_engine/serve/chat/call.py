@@ -65,7 +65,7 @@ class ChatCall(Call):
         """Index of a sample -> its parts that were streamed."""
         self._answers: dict[int, Answer] = {}
         self._place: Any = None
-        self._is_open = False
+        self.is_open = False
         """Whether the session waits for the result of `_place`."""
 
     def generation(self) -> Generation:
@@ -75,7 +75,7 @@ class ChatCall(Call):
         request, session = self.request, self.asked.session
         if session is not None:
             self._place, prompt = await session.begin(request)
-            self._is_open, self.settings = True, request.settings
+            self.is_open, self.settings = True, request.settings
         else:
             prompt = self.prompts[0]
             prompt = await with_rendered_text(self.served, prompt, must_show_tools=request.must_show_tools)
@@ -102,14 +102,14 @@ class ChatCall(Call):
 
     def record(self, result: RequestOutput) -> None:
         """Have the session keep a whole result; without one, do nothing."""
-        if self._is_open:
+        if self.is_open:
             answers = [self.write_message(self.read(result, sample)) for sample in result.outputs]
             self.asked.session.record(self._place, result, answers)
-            self._is_open = False
+            self.is_open = False
 
     def end(self) -> None:
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             self.asked.session.cancel(self._place)
 
     def read(self, output: RequestOutput, sample: CompletionOutput) -> Answer:
