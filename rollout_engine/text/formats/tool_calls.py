@@ -24,7 +24,7 @@ ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
 
 PROMPT_END = 32
 """Tokens at the end of a prompt whose text `opens_thinking` reads."""
-_MAX_CALLS = 64
+MAX_CALLS = 64
 """Calls looked at in one answer."""
 _MAX_CALL_CHARACTERS = 1 << 16
 _MAX_PROBLEM_CHARACTERS = 200
@@ -50,6 +50,8 @@ class ToolCalls(msgspec.Struct, frozen=True):
     found: list[ToolCall | BrokenCall] = []
     texts: list[str] = []
     """The text of each in the answer, tags included."""
+    spans: list[tuple[int, int]] = []
+    """Start and end of each in the answer."""
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -108,15 +110,16 @@ def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = 
     found: list[ToolCall | BrokenCall] = []
     for number, piece in enumerate(pieces):
         problem = piece.found
-        if number == _MAX_CALLS:
-            problem = f"more than {_MAX_CALLS} calls in one answer"
+        if number == MAX_CALLS:
+            problem = f"more than {MAX_CALLS} calls in one answer"
         elif len(piece.inner) > _MAX_CALL_CHARACTERS:
             problem = f"{len(piece.inner)} characters, more than {_MAX_CALL_CHARACTERS}"
         if isinstance(problem, str):
             found.append(BrokenCall(piece.inner[:_MAX_PROBLEM_CHARACTERS], problem))
         else:
             found.append(problem)
-    return ToolCalls(found, [text[piece.start : piece.end] for piece in pieces])
+    spans = [(piece.start, piece.end) for piece in pieces]
+    return ToolCalls(found, [text[start:end] for start, end in spans], spans)
 
 
 def parse_typed_calls(
@@ -131,7 +134,7 @@ def parse_typed_calls(
     found = [
         with_types(each, parameters.get(each.name, {})) if isinstance(each, ToolCall) else each for each in parsed.found
     ]
-    return ToolCalls(found, parsed.texts)
+    return ToolCalls(found, parsed.texts, parsed.spans)
 
 
 def format_of_template(template: str) -> ToolFormat | None:
@@ -143,10 +146,13 @@ def format_of_template(template: str) -> ToolFormat | None:
     return "llama3" if _PYTHON_TAG in template or _LLAMA3_LESSON.search(template) else None
 
 
-def check_format(form: str) -> None:
-    """Raise `RequestError` for an unknown form of tool calls."""
-    if form not in get_args(ToolFormat):
-        raise RequestError.for_field("tool_format", form, " or ".join(map(repr, get_args(ToolFormat))))
+def check_format(form: str) -> ToolFormat:
+    """Return the form of tool calls that a name names. Raises `RequestError` for another name."""
+    known: tuple[ToolFormat, ...] = get_args(ToolFormat)
+    for each in known:
+        if each == form:
+            return each
+    raise RequestError.for_field("tool_format", form, " or ".join(map(repr, known)))
 
 
 def opens_thinking(prompt_end: str) -> bool | None:
@@ -169,7 +175,7 @@ def _find_framed_calls(text: str, frame: _Frame, is_thinking: bool | None) -> li
     pieces: list[_Piece] = []
     at = _end_of_thinking(text, 0) if is_thinking else 0
     may_be_thinking = is_thinking is None
-    while len(pieces) <= _MAX_CALLS and (mark := marks.search(text, at)) is not None:
+    while len(pieces) <= MAX_CALLS and (mark := marks.search(text, at)) is not None:
         at = mark.end()
         if mark[0] == frame.opening:
             piece = _piece_after(text, mark.start(), at, frame, marks)
@@ -222,7 +228,7 @@ def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
     at = _after_space(text, at)
     is_tagged = text.startswith(_PYTHON_TAG, at)
     at = _after_space(text, at + len(_PYTHON_TAG)) if is_tagged else at
-    while at < len(text) and len(pieces) <= _MAX_CALLS and (is_tagged or text[at] == "{"):
+    while at < len(text) and len(pieces) <= MAX_CALLS and (is_tagged or text[at] == "{"):
         try:
             value, end = raw_json(text, at)
         except (ValueError, RecursionError) as problem:
@@ -330,3 +336,5 @@ _FRAMES: dict[ToolFormat, _Frame] = {
     "seed": _Frame("<seed:tool_call>", "</seed:tool_call>", _read_xml, _XML_BEGINS),
     "glm": _Frame("<tool_call>", "</tool_call>", _read_glm, re.compile(r"\s*[^\s<]+\s*<arg_")),
 }
+FRAMED_TAGS: dict[ToolFormat, tuple[str, str]] = {form: (each.opening, each.closing) for form, each in _FRAMES.items()}
+"""The tags before and after a call, of the forms that have both."""

@@ -1,0 +1,50 @@
+"""The format of a model's answers, by its chat template or by name."""
+
+from rollout_engine.text.formats.answer import AnswerFormat
+from rollout_engine.text.formats.call_reader import TextCalls
+from rollout_engine.text.formats.tagged import TaggedFormat, Tags
+from rollout_engine.text.formats.taught_format import taught_format
+from rollout_engine.text.formats.tool_calls import ToolFormat, check_format, format_of_template
+from rollout_engine.text.tokenizer import TextCodec
+
+_THINKING = (Tags("<seed:think>", "</seed:think>"), Tags("<think>", "</think>"))
+
+
+def answer_format(
+    codec: TextCodec, template: str | None = None, name: str | None = None, *, runs_template: bool = True
+) -> AnswerFormat | None:
+    """The format of answers under a chat template; None if it teaches neither thinking nor calls that are read here.
+
+    Args:
+        template: as `chat_template` of `ChatOptions`; None: the tokenizer's own.
+        name: a `ToolFormat` that calls are written in, whatever the template says; "think": thinking alone.
+        runs_template: whether the template may be rendered to see that it writes calls as it is read here; False for
+            templates of strangers.
+
+    Raises `RequestError` for an unknown name, and without a chat template and a name.
+    """
+    has_none = template is None and not codec.hf.chat_template
+    text = "" if name is not None and has_none else codec.find_template(template, None)
+    form: ToolFormat | None = None
+    if name is None:
+        form = (
+            taught_format(codec, template) if runs_template else format_of_template(codec.find_template(template, [{}]))
+        )
+    elif name != "think":
+        form = check_format(name)
+    return make_format(codec, form, _find_tags(codec, text, form, is_wanted=name == "think"))
+
+
+def make_format(codec: TextCodec, form: ToolFormat | None, thinking: Tags | None) -> AnswerFormat | None:
+    """The format with calls of this form and thinking between these tags; None for neither."""
+    if form is None:
+        return None if thinking is None else TaggedFormat(codec, "think", thinking, None)
+    return TaggedFormat(codec, form, thinking, TextCalls(form))
+
+
+def _find_tags(codec: TextCodec, template: str, form: ToolFormat | None, *, is_wanted: bool) -> Tags | None:
+    """The tags of thinking that a template writes, or that the tokenizer has as tokens."""
+    for tags in _THINKING:
+        if tags.closing in template or all(codec.find_added(tag) is not None for tag in tags):
+            return tags
+    return _THINKING[-1] if is_wanted else None
