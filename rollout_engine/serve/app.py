@@ -5,7 +5,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -248,11 +247,10 @@ class _Answer:
     async def _write_events(self, reply: Events) -> None:
         """Write events as they arrive. The response begins with the first, so that a refusal has its own status."""
         try:
-            async with aclosing(reply.events) as events:
-                async for event in events:
-                    if self._status is None:
-                        await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
-                    await self._send_event(event, reply)
+            async for event in reply.events:
+                if self._status is None:
+                    await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
+                await self._send_event(event, reply)
         except (Exception, asyncio.CancelledError) as caught:
             is_cancelled = isinstance(caught, asyncio.CancelledError)
             if self._status is None or (is_cancelled and (self._is_gone or not self._served.is_ending)):

@@ -1,7 +1,7 @@
 """A call of a route that samples: the same steps for all of them, and their own way to write samples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -97,34 +97,25 @@ class Call(ABC):
 
     async def reply(self) -> Any:
         """The body of a whole answer."""
-        try:
-            with self.generation() as generation:
-                await self.start(generation)
-                results = await generation.results()
-            return await self.write(results)
-        finally:
-            self.end()
+        with self.generation() as generation:
+            await self.start(generation)
+            results = await generation.results()
+        return await self.write(results)
 
-    async def events(self) -> AsyncGenerator[Any, None]:
+    async def events(self) -> AsyncIterator[Any]:
         """The events of an answer, as the tokens are sampled."""
         options = self.stream_options
-        try:
-            with self.generation() as generation:
-                await self.start(generation)
-                while (found := await generation.next()) is not None:
-                    index, output = found
-                    await self.prepare_output(index, output)
-                    for samples in [output.outputs] if self.joins_samples else [[each] for each in output.outputs]:
-                        self.num_sampled += sum(len(sample.token_ids) for sample in samples)
-                        self.outputs[index] = output
-                        yield self.write_event(index, output, samples, options.usage_so_far(self.usage_so_far))
-            if options.include_usage:
-                yield self.write_last_event({"usage": self.usage_so_far()})
-        finally:
-            self.end()
-
-    def end(self) -> None:  # noqa: B027 (few calls hold anything)
-        """Release what the call holds, however it ends."""
+        with self.generation() as generation:
+            await self.start(generation)
+            while (found := await generation.next()) is not None:
+                index, output = found
+                await self.prepare_output(index, output)
+                for samples in [output.outputs] if self.joins_samples else [[each] for each in output.outputs]:
+                    self.num_sampled += sum(len(sample.token_ids) for sample in samples)
+                    self.outputs[index] = output
+                    yield self.write_event(index, output, samples, options.usage_so_far(self.usage_so_far))
+        if options.include_usage:
+            yield self.write_last_event({"usage": self.usage_so_far()})
 
     def generation(self) -> Generation:
         """The requests of this call, not yet queued."""

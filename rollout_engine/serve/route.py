@@ -2,7 +2,7 @@
 
 import enum
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -95,7 +95,7 @@ class Reply(msgspec.Struct):
 class Events(msgspec.Struct):
     """A response of server-sent events, closed by "[DONE]" unless they are named."""
 
-    events: AsyncGenerator[Any, None]
+    events: AsyncIterator[Any]
     """Each is written as JSON."""
     headers: dict[str, str] = {}
     are_named: bool = False
