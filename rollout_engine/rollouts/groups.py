@@ -50,7 +50,7 @@ class GroupBatcher:
         self._fp32_head = info.dtype != "float32" and info.config.fp32_head
         self._quantization = info.config.quantization
         self._has_processors = bool(info.config.logits_processors)
-        self._pad_token_id = _pad_token_id(frontend)
+        self.pad_token_id = _pad_token_id(frontend)
         self._counting = threading.Lock()
 
     def batch(self, groups: Sequence[AnyGroup], layout: Layout) -> RolloutBatch:
@@ -60,13 +60,17 @@ class GroupBatcher:
             batch = self._batch_of_prompts(of_prompts, layout)
         else:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
-            batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
+            batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self.pad_token_id, layout=layout)
+        return self.describe(batch, [group.params for group in groups], [group.lora for group in groups], layout)
+
+    def describe(
+        self, batch: RolloutBatch, params: Sequence[SamplingParams], adapters: Sequence[str | None], layout: Layout
+    ) -> RolloutBatch:
+        """Note on a batch what it was sampled with, and give hidden states the model's dtype. Returns the batch."""
         if "hidden_states" in batch.keys():
             batch["hidden_states"] = batch["hidden_states"].to(getattr(torch, self._dtype))
-        params = [group.params for group in groups]
         over_support = not self._has_processors and "support" in batch.keys() and all(map(is_over_support, params))
         temperature = _logprob_temperature(params, over_support)
-        adapters = [group.lora for group in groups]
         note = self.note(temperature, adapters, is_packed=layout == "packed")
         sampled = {each.temperature or 1.0 for each in params}
         sampled_temperature = sampled.pop() if len(sampled) == 1 else None
@@ -83,7 +87,7 @@ class GroupBatcher:
         rewards = [group.rewards for group in groups if group.rewards is not None]
         return rollout_batch(
             [group.output for group in groups],
-            pad_token_id=self._pad_token_id,
+            pad_token_id=self.pad_token_id,
             group_ids=[group.index for group in groups],
             columns={name: [group.task.columns[name] for group in groups] for name in groups[0].task.columns},
             rewards=[each.total for each in rewards] or None,

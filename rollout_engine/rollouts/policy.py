@@ -37,6 +37,7 @@ from rollout_engine.rollouts.evaluation.ledger import Ledger
 from rollout_engine.rollouts.evaluation.report import EvalReport
 from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
+from rollout_engine.rollouts.gateway import GatewayMethods
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollouts.log import RolloutLog
 from rollout_engine.rollouts.picture_features import PictureFeatureMethods
@@ -49,7 +50,7 @@ _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
 
 
-class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, BlockingVerbs):
+class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, DistributionMethods, BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)

@@ -20,9 +20,10 @@ from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
 from rollout_engine.serve.request_log import REQUEST_ID, logger
-from rollout_engine.serve.route import MANY_BYTES, Asked, Dialect, Events, Reply, Route
+from rollout_engine.serve.route import MANY_BYTES, Access, Asked, Dialect, Events, Reply, Route
 from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.served import Served
+from rollout_engine.serve.sessions.paths import read_path
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -133,11 +134,13 @@ class _Answer:
         """Have the handler answer; events are written here. None: the response is sent, or has no reader."""
         if self._scope["method"] == "OPTIONS" and "access-control-request-method" in self._headers:
             return self._app.guard.answer_preflight(self._headers)
-        route = self._app.route(self._scope["path"], self._scope["method"])
+        reached = read_path(self._scope["path"])
+        route = self._app.route(reached.path, self._scope["method"])
         self._dialect = route.dialect
         if self._exchange is not None and self._exchange.is_surplus:
             raise HttpProblem(503, _FULL % self._served.options.max_connections)
-        self._app.guard.check(route.access, self._headers)
+        self._app.guard.check(Access.ANYONE if reached.by_agent else route.access, self._headers)
+        session = self._served.sessions.open(reached.session_id, self._headers) if reached.by_agent else None
         data = await self._read(route)
         if data is None:
             return None
@@ -145,18 +148,25 @@ class _Answer:
         is_slow = len(data) > MANY_BYTES
         body = await run_in_thread(read_body, route, data, query) if is_slow else read_body(route, data, query)
         named = self._served.versions.read(body)
-        asked = Asked(body, self._headers, self._request_id, len(data))
-        del data  # a stream may be open for long
+        asked = Asked(body, self._headers, self._request_id, len(data), path_id=reached.session_id)
         stop_watching = self._watch_client()
         try:
             await self._served.media.read(asked)
-            reply = await route.answer(self._served, asked)
+            answer = (
+                route.answer(self._served, asked)
+                if session is None
+                else session.answer(route, asked, self._served, data)
+            )
+            del data  # a stream may be open for long
+            reply = await answer
             self._served.versions.confirm(named)
             if isinstance(reply, Events):
                 await self._write_events(reply)
                 return None
         finally:
             stop_watching()
+            if session is not None:
+                session.leave()
             self._served.media.release(asked)
         return reply
 

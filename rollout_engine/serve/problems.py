@@ -18,9 +18,12 @@ from rollout_engine.base.errors import (
     WeightUpdateError,
 )
 from rollout_engine.serve.route import Dialect, Reply
+from rollout_engine.sessions.errors import SessionEndedError, SessionNotFoundError
 
 RETRY_SECONDS = 1
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
+    (SessionEndedError, 403),
+    (SessionNotFoundError, 404),
     (RequestError, 400),
     (ConfigError, 400),
     (TransferTimeoutError, 504),

@@ -46,8 +46,12 @@ class Asked(msgspec.Struct):
     """Of the request's body."""
     num_picture_bytes: int = 0
     """That its pictures take, as `MediaReader` counts them."""
+    path_id: str = ""
+    """Of the path, for routes with {id}."""
     session: Any = None
-    """The session that the request belongs to (`serve.chat.session_hook.SessionHook`); None for one without."""
+    """`SessionCall` of a request that samples in a session; None outside of sessions."""
+    session_name: str = ""
+    """Id of the session that the request belongs to; "" for none."""
 
     @property
     def is_long(self) -> bool:
@@ -71,6 +75,8 @@ class Asked(msgspec.Struct):
     @property
     def session_id(self) -> str | None:
         """Which session of the client this belongs to: a fleet keeps it on one replica, which has its KV."""
+        if self.session_name:
+            return self.session_name
         get = self.headers.get
         rank = get("x-data-parallel-rank")
         by_rank = f"data-parallel-rank-{rank}" if rank else None

@@ -16,6 +16,7 @@ from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
 from rollout_engine.serve.pooling.call import PEERS as POOLING_PEERS
 from rollout_engine.serve.route import Access, Dialect, Handler, Route, body_of
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
+from rollout_engine.serve.sessions import handlers as sessions
 from rollout_engine.serve.sglang import control as sglang
 from rollout_engine.serve.sglang import generate as sglang_generate
 from rollout_engine.serve.vllm import control, inference, sequence_logprobs
@@ -58,6 +59,11 @@ ROUTES: tuple[Route, ...] = (
            ignored=anthropic.IGNORED, neutral=anthropic.PEERS),
     *_rows("POST", "/v1/messages/count_tokens", "anthropic", "client", messages.count_tokens,
            body=anthropic.PromptFields, ignored=anthropic.IGNORED, neutral=anthropic.PEERS),
+    *_rows("POST", "/sessions", "openai", "client", sessions.create_session),
+    *_rows("GET", "/sessions/{id}", "openai", "client", sessions.get_session),
+    *_rows("DELETE", "/sessions/{id}", "openai", "client", sessions.delete_session),
+    *_rows("GET", "/sessions/{id}/rows", "openai", "client", sessions.get_rows),
+    *_rows("POST", "/sessions/{id}/reward", "openai", "client", sessions.set_reward),
     *_rows("POST", "/inference/v1/generate", "vllm", "client", inference.generate, "generate",
            body=inference.InferenceBody, ignored=inference.IGNORED, neutral=inference.PEERS),
     *_rows("POST", "/get_sequence_logprobs", "vllm", "client", sequence_logprobs.score_sequences, "score_candidates",

@@ -6,9 +6,9 @@ content_block_start    content_block_delta, any number    content_block_stop
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollout_engine.serve.chat.answer_parts import AnswerPiece
 from rollout_engine.serve.chat.call import Answer, write_arguments
 from rollout_engine.serve.chat.sealed import seal, sign
+from rollout_engine.text.formats.answer import AnswerPiece
 
 
 def write_blocks(answer: Answer, *, hides_thinking: bool) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def write_blocks(answer: Answer, *, hides_thinking: bool) -> list[dict[str, Any]
 class BlockEvents:
     """The events of the blocks of one answer."""
 
-    def __init__(self, make_call_id: Callable[[], str], *, hides_thinking: bool) -> None:
+    def __init__(self, make_call_id: Callable[[str, int], str], *, hides_thinking: bool) -> None:
         self._make_call_id, self._hides_thinking = make_call_id, hides_thinking
         self.call_ids: list[str] = []
         """Ids of the calls so far."""
@@ -43,7 +43,7 @@ class BlockEvents:
         """The events of a piece."""
         if piece.call is not None:
             yield from self.close()
-            call_id = self._make_call_id()
+            call_id = self._make_call_id(piece.call.name, len(self.call_ids))
             self.call_ids.append(call_id)
             yield self._start("call", {"type": "tool_use", "id": call_id, "name": piece.call.name, "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": write_arguments(piece.call.arguments)})

@@ -17,18 +17,18 @@ from rollout_engine.serve.anthropic.body import (
     read_form,
     read_prompt,
 )
-from rollout_engine.serve.chat.answer_parts import AnswerPiece
 from rollout_engine.serve.chat.answers import AnswerReader
-from rollout_engine.serve.chat.call import Answer, read_settings
+from rollout_engine.serve.chat.call import Answer
 from rollout_engine.serve.chat.piece_call import PieceCall
 from rollout_engine.serve.chat.request import ChatRequest, without_hidden_tools
-from rollout_engine.serve.chat.tools import ToolParser
+from rollout_engine.serve.chat.tools import RequestTools
 from rollout_engine.serve.problems import problem_body
 from rollout_engine.serve.prompt_bounds import check_text_size
 from rollout_engine.serve.request_templates import with_rendered_text
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.text.formats.answer import AnswerPiece
 
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
@@ -62,14 +62,14 @@ class _MessagesCall(PieceCall):
         self._stops = body.stop_sequences or []
         messages, options = read_prompt(served, body)
         tools, (choice, is_single) = options.get("tools"), read_choice(body.tool_choice)
-        parser = ToolParser.of(served, tools, choice, body.chat_template, is_single=is_single)
+        parser = RequestTools.of(served, tools, choice, body.chat_template, is_single=is_single)
         form = read_form(body)
         request = ChatRequest(
             messages=messages,
             tools=tools,
             tool_choice=choice,
             options=without_hidden_tools(served, messages, options, choice),
-            settings=_settings(served, asked, parser, form),
+            settings=_settings(served, body, parser, form),
             stream=bool(body.stream),
             model=body.model,
             cache_salt=body.cache_salt,
@@ -77,7 +77,14 @@ class _MessagesCall(PieceCall):
             session_id=body.session_id,
             request_id=body.request_id,
         )
-        reader = AnswerReader(served, parser, splits_thinking=True, is_bound=form is not None)
+        reader = AnswerReader(
+            served,
+            parser,
+            body.chat_template,
+            splits_thinking=True,
+            is_bound=form is not None,
+            skip_special_tokens=request.settings.params.skip_special_tokens,
+        )
         super().__init__(served, asked, lora, request, reader)
         self._blocks = BlockEvents(self.make_call_id, hides_thinking=hides_thinking(body))
 
@@ -132,8 +139,7 @@ class _MessagesCall(PieceCall):
         }
 
 
-def _settings(served: Served, asked: Asked, tools: ToolParser | None, form: dict[str, Any] | None) -> Settings:
-    body: MessagesBody = asked.body
+def _settings(served: Served, body: MessagesBody, tools: RequestTools | None, form: dict[str, Any] | None) -> Settings:
     more = read_budget(body)
     if body.n not in (None, 1):
         raise RequestError.for_field("n", body.n, "1, or left out: a message has one answer")
@@ -148,4 +154,4 @@ def _settings(served: Served, asked: Asked, tools: ToolParser | None, form: dict
         more["structured_outputs"] = tools.structured_outputs
     elif form is not None:
         more["structured_outputs"] = form
-    return read_settings(served, asked, output_kind="delta" if body.stream else "final_only", **more)
+    return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)

@@ -1,29 +1,27 @@
 """A call of a dialect of conversations: its prompt, the reading of its answers, and its place in a session.
 
-    without a session    the chat template's prompt                   nothing is kept
-    in a session         `begin` gives place and prompt               `record` before the client has all of an answer,
-                                                                      `cancel` if it never has
+    without a session    the chat template's prompt                  nothing is kept
+    in a session         `begin` gives prompt and settings           `record` before the client has all of an answer
 
 A subclass reads a body into a `ChatRequest` and writes answers in its dialect's shape.
 """
 
 import json
-import uuid
 from typing import Any
 
 import msgspec
 
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
-from rollout_engine.serve.call import Call
-from rollout_engine.serve.chat.answer_parts import AnswerParts
+from rollout_engine.serve.call import Call, salt_of
 from rollout_engine.serve.chat.answers import AnswerReader
-from rollout_engine.serve.chat.joined_samples import join_output
 from rollout_engine.serve.chat.request import ChatRequest
 from rollout_engine.serve.generation import Generation
 from rollout_engine.serve.request_templates import with_rendered_text
 from rollout_engine.serve.route import Asked
-from rollout_engine.serve.sampling import SamplingFields, Settings
+from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.sessions.samples import join_parts
+from rollout_engine.text.formats.answer import AnswerParts
 
 
 class Answer(msgspec.Struct):
@@ -31,14 +29,6 @@ class Answer(msgspec.Struct):
 
     parts: AnswerParts
     call_ids: list[str]
-
-
-def read_settings(served: Served, asked: Asked, **more: Any) -> Settings:
-    """The settings of a body, and `more` of them; in a session with log-probs. Raises `RequestError`."""
-    fields: SamplingFields = asked.body
-    if asked.session is not None:
-        more.setdefault("logprobs", 0)
-    return served.settings.read(fields, **more)
 
 
 class ChatCall(Call):
@@ -64,9 +54,8 @@ class ChatCall(Call):
         self.streamed: dict[int, list[CompletionOutput]] = {}
         """Index of a sample -> its parts that were streamed."""
         self._answers: dict[int, Answer] = {}
-        self._place: Any = None
-        self.is_open = False
-        """Whether the session waits for the result of `_place`."""
+        self._num_calls = sum(len(each.get("tool_calls") or ()) for each in request.messages if isinstance(each, dict))
+        """Calls of the conversation so far."""
 
     def generation(self) -> Generation:
         return Generation(self.served, self.asked, self.request.request_id)
@@ -74,8 +63,9 @@ class ChatCall(Call):
     async def start(self, generation: Generation) -> None:
         request, session = self.request, self.asked.session
         if session is not None:
-            self._place, prompt = await session.begin(request)
-            self.is_open, self.settings = True, request.settings
+            given = request.messages, request.options, request.settings
+            prompt, self.settings = await session.begin(*given, lora=self.lora)
+            prompt |= salt_of(request)
         else:
             prompt = self.prompts[0]
             prompt = await with_rendered_text(self.served, prompt, must_show_tools=request.must_show_tools)
@@ -84,49 +74,49 @@ class ChatCall(Call):
         await generation.start(self.prompts, self.settings, **options)
 
     async def reply(self) -> Any:
-        try:
-            with self.generation() as generation:
-                await self.start(generation)
-                results = await generation.results()
-            body = await self.write(results)
-            self.record(results[0])
-            return body
-        finally:
-            self.end()
+        with self.generation() as generation:
+            await self.start(generation)
+            results = await generation.results()
+        body = await self.write(results)
+        for sample in results[0].outputs:
+            self.record(results[0], [sample])
+        return body
 
     async def prepare_output(self, index: int, output: RequestOutput) -> None:
         for sample in output.outputs:
-            self.streamed.setdefault(sample.index, []).append(sample)
-        if output.finished:
-            self.record(join_output(output, self.streamed))
+            parts = self.streamed.setdefault(sample.index, [])
+            parts.append(sample)
+            if sample.finish_reason is not None:
+                self.record(output, parts)
 
-    def record(self, result: RequestOutput) -> None:
-        """Have the session keep a whole result; without one, do nothing."""
-        if self.is_open:
-            answers = [self.write_message(self.read(result, sample)) for sample in result.outputs]
-            self.asked.session.record(self._place, result, answers)
-            self.is_open = False
+    def record(self, output: RequestOutput, parts: list[CompletionOutput]) -> None:
+        """Have the session keep a sample that has ended; without one, do nothing.
 
-    def end(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self.asked.session.cancel(self._place)
+        `parts`: the sample, or all its outputs of a stream.
+        """
+        if self.asked.session is not None:
+            self.asked.session.record(parts, self.write_message(self.read(output, parts)))
 
-    def read(self, output: RequestOutput, sample: CompletionOutput) -> Answer:
-        """The parts of a whole sample; the same each time."""
-        answer = self._answers.get(sample.index)
+    def read(self, output: RequestOutput, parts: list[CompletionOutput]) -> Answer:
+        """The answer in a whole sample, or in its outputs of a stream; the same each time."""
+        index = parts[0].index
+        answer = self._answers.get(index)
         if answer is None:
-            parts = self.reader.read(output.prompt_token_ids, sample.token_ids, sample.text)
-            answer = self._answers[sample.index] = Answer(parts, [self.make_call_id() for _ in parts.calls])
+            sample = join_parts(parts)
+            found = self.reader.read(output.prompt_token_ids, sample.token_ids, sample.text)
+            answer = self._answers[index] = Answer(
+                found, [self.make_call_id(call.name, index) for index, call in enumerate(found.calls)]
+            )
         return answer
 
     def keep_answer(self, index: int, answer: Answer) -> None:
         """Set the answer of a sample that was streamed in pieces: `read` returns it."""
         self._answers[index] = answer
 
-    def make_call_id(self) -> str:
-        """A new id of a call."""
-        return f"{self.call_prefix}{uuid.uuid4().hex[:24]}"
+    def make_call_id(self, name: str, index: int) -> str:
+        """An id of the answer's call number `index`, in the form that the chat template wants to have it back."""
+        call_id = self.reader.new_call_id(name, self._num_calls + index)
+        return f"{self.call_prefix}{call_id[5:]}" if call_id.startswith("call_") else call_id
 
     def write_message(self, answer: Answer) -> dict[str, Any]:
         """The message of an answer as a later request brings it back, in the engine's words."""

@@ -1,16 +1,17 @@
 """A call whose stream has typed events for the parts of its one answer: thinking, words, calls."""
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
-from rollout_engine.serve.chat.answer_parts import AnswerPiece, join_pieces
+from rollout_engine.serve.chat.answers import join_pieces
 from rollout_engine.serve.chat.call import Answer, ChatCall
-from rollout_engine.serve.chat.joined_samples import join_output
 from rollout_engine.serve.openai.shapes import of_versions
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Events, Reply
+from rollout_engine.sessions.samples import join_parts
+from rollout_engine.text.formats.answer import AnswerPiece
 
 _ABORTED = "The answer was ended before its end, by a request to abort it: send it again."
 
@@ -31,43 +32,39 @@ class PieceCall(ChatCall):
         [result] = results
         [sample] = result.outputs
         _check_ended(sample)
-        return self.write_body(result, sample, self.read(result, sample))
+        return self.write_body(result, sample, self.read(result, [sample]))
 
-    async def events(self) -> AsyncGenerator[Any, None]:
+    async def events(self) -> AsyncIterator[Any]:
         pieces: list[AnswerPiece] = []
         reader = None
-        try:
-            with self.generation() as generation:
-                await self.start(generation)
-                for event in self.write_start():
-                    yield event
-                while (found := await generation.next()) is not None:
-                    output = found[1]
-                    if reader is None:
-                        reader = self.reader.stream(output.prompt_token_ids)
-                        for event in self.write_first(output):
-                            yield event
-                    for sample in output.outputs:
-                        _check_ended(sample)
-                        self.streamed.setdefault(0, []).append(sample)
-                        new = reader.feed(sample.token_ids, sample.text)
-                        new += reader.end() if sample.finish_reason is not None else []
-                        pieces += new
-                        for event in self.write_sample(sample, new):
-                            yield event
-            for event in self._close(output, pieces):
+        with self.generation() as generation:
+            await self.start(generation)
+            for event in self.write_start():
                 yield event
-        finally:
-            self.end()
+            while (found := await generation.next()) is not None:
+                output = found[1]
+                if reader is None:
+                    reader = self.reader.stream(output.prompt_token_ids)
+                    for event in self.write_first(output):
+                        yield event
+                for sample in output.outputs:
+                    _check_ended(sample)
+                    self.streamed.setdefault(0, []).append(sample)
+                    new = reader.feed(sample.token_ids, sample.text)
+                    new += reader.end() if sample.finish_reason is not None else []
+                    pieces += new
+                    for event in self.write_sample(sample, new):
+                        yield event
+        for event in self._close(output, pieces):
+            yield event
 
-    def _close(self, output: RequestOutput, pieces: list[AnswerPiece]) -> Iterable[Any]:
+    def _close(self, output: RequestOutput, pieces: list[AnswerPiece]) -> list[Any]:
         """The events of the end. The session has the answer before any of them is sent."""
-        result = join_output(output, self.streamed)
-        parts = join_pieces(pieces)
-        answer = Answer(parts, self.streamed_call_ids())
+        parts = self.streamed[0]
+        answer = Answer(join_pieces(pieces), self.streamed_call_ids())
         self.keep_answer(0, answer)
-        events = list(self.write_end(result, result.outputs[0], answer))
-        self.record(result)
+        events = list(self.write_end(output, join_parts(parts), answer))
+        self.record(output, parts)
         return events
 
     def write_extras(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
@@ -79,7 +76,7 @@ class PieceCall(ChatCall):
 
     def count_thinking(self, sample: CompletionOutput, answer: Answer) -> int:
         """Tokens of a whole sample that are thinking, its tags included."""
-        return 0 if answer.parts.thinking is None else self.reader.count_thinking(sample.token_ids)
+        return self.reader.count_thinking(sample.token_ids, answer.parts)
 
     @abstractmethod
     def write_body(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> dict[str, Any]:
@@ -103,7 +100,7 @@ class PieceCall(ChatCall):
 
     @abstractmethod
     def write_end(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> Iterable[Any]:
-        """The events of the end. `result` and `sample` are whole."""
+        """The events of the end. `result`: the last output; `sample` is whole."""
 
     @abstractmethod
     def write_problem(self, problem: BaseException) -> Any:

@@ -1,4 +1,4 @@
-"""Tool calls in answers, and answers that have to be calls.
+"""Tools of requests, and answers that have to be calls of them.
 
 tool_choice   "none"           calls stay text
               "auto"           calls are found; they are bound to their schemas if a tool is "strict"
@@ -11,16 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.serve.chat.answer_parts import AnswerParts
 from rollout_engine.serve.served import Served
-from rollout_engine.text.formats.tool_calls import (
-    PROMPT_END,
-    ToolFormat,
-    format_of_template,
-    opens_thinking,
-    parse_typed_calls,
-)
-from rollout_engine.text.tokenizer import TextCodec
+from rollout_engine.text.formats.tool_calls import ToolFormat, format_of_template
 
 _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
     "hermes": ("<tool_call>", '<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
@@ -28,30 +20,22 @@ _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
 }
 """The beginning of a call, all before its arguments, and its end."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_HEAD = 16
-"""Characters by which a call that a stop string has cut is found in the text."""
 
 
-class ToolParser:
-    """Finds the calls in answers to one request.
+class RequestTools:
+    """The tools of one request, and the form that its answers write calls in.
 
     Args:
-        form: how the answers write them.
+        form: of the calls.
         tools: JSON schemas.
         bound: the structured outputs of `structured_outputs`.
         is_forced: whether an answer begins with a call, even if the prompt has opened <think>.
     """
 
     def __init__(
-        self,
-        codec: TextCodec,
-        form: ToolFormat,
-        tools: Sequence[Any],
-        bound: dict[str, Any] | None,
-        *,
-        is_forced: bool,
+        self, form: ToolFormat, tools: Sequence[Any], bound: dict[str, Any] | None, *, is_forced: bool
     ) -> None:
-        self._codec, self._form, self._tools, self.is_forced = codec, form, tools, is_forced
+        self.form, self.tools, self.is_forced = form, tools, is_forced
         self.structured_outputs = bound
         """The form that answers are bound to; None if they are free."""
 
@@ -64,8 +48,8 @@ class ToolParser:
         chat_template: str | None,
         *,
         is_single: bool = False,
-    ) -> "ToolParser | None":
-        """The parser of a request; None if it has no tools. Raises `RequestError` if a call cannot be forced.
+    ) -> "RequestTools | None":
+        """The tools of a request; None if it has none. Raises `RequestError` if a call cannot be forced.
 
         `is_single`: whether an answer that has to be a call ends with the first.
         """
@@ -90,28 +74,7 @@ class ToolParser:
             hint = 'Give a chat_template that has them, or tool_choice "required" or a named tool, which need none.'
             raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
         structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named, is_single)
-        return cls(served.codec, form, tools, structures, is_forced=is_forced)
-
-    def split(self, prompt_token_ids: Sequence[int], token_ids: list[int], text: str) -> AnswerParts:
-        """The calls and the words of an answer, whose decoded text is given: all that is no call stays in its words."""
-        codec = self._codec
-        is_thinking = False if self.is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
-        parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
-        for written in reversed(parsed.call_texts):
-            text = self._without(text, written)
-        return AnswerParts(None, text, parsed.calls, parsed.broken)
-
-    def _without(self, text: str, written: str) -> str:
-        """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
-        for each in (written, self._codec.remove_special_tokens(written)):
-            start = text.rfind(each)
-            if start < 0:
-                start = text.rfind(each[:_HEAD])
-                start = start if each.startswith(text[start:]) else -1
-            if start >= 0:
-                parts = text[:start].rstrip(), text[start + len(each) :].lstrip()
-                return "\n".join(part for part in parts if part)
-        return text
+        return cls(form, tools, structures, is_forced=is_forced)
 
 
 def _find_named(tool_choice: Any) -> str | None:

@@ -1,17 +1,16 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.call import GenerationFields, salt_of
-from rollout_engine.serve.chat.answers import AnswerReader
-from rollout_engine.serve.chat.call import Answer, ChatCall, read_settings, write_calls
-from rollout_engine.serve.chat.joined_samples import join_samples
+from rollout_engine.serve.chat.answers import AnswerReader, join_pieces
+from rollout_engine.serve.chat.call import Answer, ChatCall, write_calls
 from rollout_engine.serve.chat.request import ChatRequest, must_show_tools, without_hidden_tools
-from rollout_engine.serve.chat.tools import ToolParser
+from rollout_engine.serve.chat.tools import RequestTools
 from rollout_engine.serve.openai.logprobs import chat_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import (
@@ -27,6 +26,7 @@ from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns, once_followed
 from rollout_engine.text.conversations import as_messages
+from rollout_engine.text.formats.answer import AnswerParts, AnswerStream
 
 
 class ChatBody(GenerationFields, kw_only=True):
@@ -43,6 +43,8 @@ class ChatBody(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    separate_reasoning: bool | None = None
+    """Give thinking as `reasoning_content`, apart from the content; None: the server's own way."""
     required_prefix_token_ids: list[int] | None = None
     """The conversation so far as it was sampled: the prompt is these ids, and behind them the messages after the last
     answer. No answer is tokenized again."""
@@ -65,8 +67,8 @@ class _OpenAIChat(ChatCall):
         self._first_fields: dict[str, Any] = {}
         """Further fields of the first event."""
         _check_prefix(served, asked)
-        tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
-        settings = _settings(served, asked, tools)
+        tools = RequestTools.of(served, body.tools, body.tool_choice, body.chat_template)
+        settings = _settings(served, body, tools)
         options = without_hidden_tools(served, body.messages, chat_options(body), body.tool_choice)
         request = ChatRequest(
             messages=body.messages,
@@ -85,7 +87,18 @@ class _OpenAIChat(ChatCall):
         if body.required_prefix_token_ids is not None:
             token_ids = _prompt_after(served, body.required_prefix_token_ids, body.messages, options)
             prompt = {"prompt_token_ids": token_ids, **salt_of(body)}
-        reader = AnswerReader(served, tools, splits_thinking=False)
+        splits = body.separate_reasoning
+        self._splits = served.options.separate_reasoning if splits is None else splits
+        """Whether thinking is apart, and answers are streamed in pieces."""
+        reader = AnswerReader(
+            served,
+            tools,
+            body.chat_template,
+            splits_thinking=self._splits,
+            skip_special_tokens=settings.params.skip_special_tokens,
+        )
+        self._streams: dict[int, _Deltas] = {}
+        """Index of a sample -> its pieces."""
         super().__init__(served, asked, lora, request, reader, prompt)
 
     async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
@@ -100,6 +113,12 @@ class _OpenAIChat(ChatCall):
         return self.write_head(self._id, "chat.completion", choices, {"usage": total_usage(results), **more})
 
     async def prepare_output(self, index: int, output: RequestOutput) -> None:
+        for sample in output.outputs if self._splits else ():
+            if sample.index not in self._streams:
+                self._streams[sample.index] = _Deltas(self.reader.stream(output.prompt_token_ids), self.make_call_id)
+            self._streams[sample.index].feed(sample)
+            if sample.finish_reason is not None:
+                self.keep_answer(sample.index, self._streams[sample.index].answer)
         await super().prepare_output(index, output)
         if not self.outputs and self._body.prompt_logprobs is not None:
             self._first_fields = {"prompt_logprobs": await prompt_rows(self.served, output)}
@@ -120,7 +139,7 @@ class _OpenAIChat(ChatCall):
         return {"role": "assistant", **_message(answer)}
 
     def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        answer = self.read(result, sample)
+        answer = self.read(result, [sample])
         choice = self._common(sample, bool(answer.call_ids)) | sampled_fields(sample, result)
         choice["message"] = {**_message(answer), "role": "assistant"}
         if self._body.return_token_ids:
@@ -131,10 +150,13 @@ class _OpenAIChat(ChatCall):
         parts = self.streamed[sample.index]
         is_first, has_calls = sample is parts[0], False
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        if not self.reader.has_tools:
+        if self._splits:
+            delta |= self._streams[sample.index].delta
+            has_calls = bool(self._streams[sample.index].answer.call_ids)
+        elif not self.reader.has_tools:
             delta["content"] = sample.text
         elif sample.finish_reason is not None:
-            answer = self.read(output, join_samples(parts))
+            answer = self.read(output, parts)
             has_calls = bool(answer.call_ids)
             delta |= _message(answer)
             if has_calls:
@@ -159,11 +181,44 @@ class _OpenAIChat(ChatCall):
         }
 
 
+class _Deltas:
+    """One sample that is streamed in pieces, and the fields of its next event."""
+
+    def __init__(self, stream: AnswerStream, make_call_id: Callable[[str, int], str]) -> None:
+        self._stream, self._make_call_id = stream, make_call_id
+        self.answer = Answer(AnswerParts(), [])
+        """The answer so far."""
+        self.delta: dict[str, Any] = {}
+        """The fields of the last output's event."""
+
+    def feed(self, sample: CompletionOutput) -> None:
+        """Take the next output of the sample."""
+        pieces = self._stream.feed(sample.token_ids, sample.text)
+        pieces += self._stream.end() if sample.finish_reason is not None else []
+        new, ids = join_pieces(pieces), self.answer.call_ids
+        first = len(ids)
+        ids += [self._make_call_id(call.name, first + index) for index, call in enumerate(new.calls)]
+        parts = self.answer.parts
+        if new.thinking is not None:
+            parts.thinking = (parts.thinking or "") + new.thinking
+        parts.text += new.text
+        parts.found += new.calls
+        delta: dict[str, Any] = {} if new.thinking is None else {"reasoning_content": new.thinking}
+        if new.text or (new.thinking is None and not new.calls):
+            delta["content"] = new.text
+        if new.calls:
+            calls = write_calls(Answer(new, ids[first:]))
+            delta["tool_calls"] = [{"index": first + index, **call} for index, call in enumerate(calls)]
+        self.delta = delta
+
+
 def _message(answer: Answer) -> dict[str, Any]:
     """The fields of an answer's message but its role."""
+    parts = answer.parts
+    thinking = {} if parts.thinking is None else {"reasoning_content": parts.thinking}
     if answer.call_ids:
-        return {"content": answer.parts.text or None, "tool_calls": write_calls(answer)}
-    return {"content": answer.parts.text}
+        return {**thinking, "content": parts.text or None, "tool_calls": write_calls(answer)}
+    return {**thinking, "content": parts.text}
 
 
 def _check_prefix(served: Served, asked: Asked) -> None:
@@ -182,8 +237,7 @@ def _check_prefix(served: Served, asked: Asked) -> None:
         raise RequestError.for_field("required_prefix_token_ids", prefix[:8], bound)
 
 
-def _settings(served: Served, asked: Asked, tools: ToolParser | None) -> Settings:
-    body: ChatBody = asked.body
+def _settings(served: Served, body: ChatBody, tools: RequestTools | None) -> Settings:
     if body.top_logprobs and not body.logprobs:
         raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
@@ -196,7 +250,7 @@ def _settings(served: Served, asked: Asked, tools: ToolParser | None) -> Setting
         more["max_tokens"] = body.max_completion_tokens
     if tools is not None and tools.structured_outputs is not None:
         more["structured_outputs"] = tools.structured_outputs
-    return read_settings(served, asked, output_kind="delta" if body.stream else "final_only", **more)
+    return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)
 
 
 def _prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any], options: dict[str, Any]) -> list[int]:

@@ -6,7 +6,6 @@ from typing import Any
 from rollout_engine.base.errors import RequestError
 from rollout_engine.serve.chat.checked import as_list, as_object, as_text, check_keys, choose
 from rollout_engine.serve.chat.effort import template_variables
-from rollout_engine.serve.chat.known_responses import KnownResponses
 from rollout_engine.serve.forms import form_of
 from rollout_engine.serve.media.sources import Source
 from rollout_engine.serve.openai.response_items import ItemReader, find_pictures
@@ -14,6 +13,7 @@ from rollout_engine.serve.openai.shapes import StreamOptions
 from rollout_engine.serve.request_templates import chat_options
 from rollout_engine.serve.sampling import SAMPLING_PEERS, SamplingFields
 from rollout_engine.serve.served import Served
+from rollout_engine.sessions.known_responses import KnownResponses
 
 IGNORED = frozenset(
     (

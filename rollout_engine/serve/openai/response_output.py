@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rollout_engine.serve.chat.answer_parts import AnswerPiece
 from rollout_engine.serve.chat.call import write_arguments
 from rollout_engine.serve.chat.sealed import seal
+from rollout_engine.text.formats.answer import AnswerPiece
 
 Event = dict[str, Any]
 _PARTS = {"thinking": "reasoning_text", "text": "output_text"}
@@ -26,7 +26,7 @@ class ItemEvents:
         seals_thinking: whether reasoning items have contents that clients hand back unread.
     """
 
-    def __init__(self, make_call_id: Callable[[], str], *, seals_thinking: bool) -> None:
+    def __init__(self, make_call_id: Callable[[str, int], str], *, seals_thinking: bool) -> None:
         self._make_call_id, self._seals_thinking = make_call_id, seals_thinking
         self.items: list[dict[str, Any]] = []
         """The items that are complete."""
@@ -34,8 +34,8 @@ class ItemEvents:
         """Ids of the calls so far."""
         self._open: str | None = None
         """Kind of the item that is open."""
-        self.has_thought = False
-        """Whether one of the items is thinking."""
+        self.thinking: str | None = None
+        """The thinking so far; None without any."""
         self._id, self._text = "", ""
         self._logprobs: list[Any] = []
 
@@ -49,6 +49,8 @@ class ItemEvents:
             yield from self.close()
             yield from self._start(piece.kind)
         self._text += piece.text
+        if piece.kind == "thinking":
+            self.thinking = (self.thinking or "") + piece.text
         self._logprobs += logprobs
         if piece.text:
             more = {"logprobs": logprobs} if piece.kind == "text" else {}
@@ -74,7 +76,6 @@ class ItemEvents:
 
     def _start(self, kind: str) -> Iterator[Event]:
         self._open, self._text, self._logprobs = kind, "", []
-        self.has_thought = self.has_thought or kind == "thinking"
         self._id = f"{'rs' if kind == 'thinking' else 'msg'}_{uuid.uuid4().hex[:24]}"
         item = self._item([], "in_progress")
         yield {"type": "response.output_item.added", "output_index": len(self.items), "item": item}
@@ -95,7 +96,7 @@ class ItemEvents:
         return {"type": kind, **place, **more}
 
     def _write_call(self, name: str, arguments: str) -> Iterator[Event]:
-        call_id = self._make_call_id()
+        call_id = self._make_call_id(name, len(self.call_ids))
         self.call_ids.append(call_id)
         item = {"id": f"fc_{uuid.uuid4().hex[:24]}", "type": "function_call", "call_id": call_id, "name": name}
         index = len(self.items)

@@ -8,12 +8,11 @@ from typing import Any
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.base.threads import run_in_thread
-from rollout_engine.serve.chat.answer_parts import AnswerPiece
 from rollout_engine.serve.chat.answers import AnswerReader
-from rollout_engine.serve.chat.call import Answer, read_settings
+from rollout_engine.serve.chat.call import Answer
 from rollout_engine.serve.chat.piece_call import PieceCall
 from rollout_engine.serve.chat.request import ChatRequest, without_hidden_tools
-from rollout_engine.serve.chat.tools import ToolParser
+from rollout_engine.serve.chat.tools import RequestTools
 from rollout_engine.serve.openai.logprobs import chat_logprobs
 from rollout_engine.serve.openai.response_body import (
     ResponsesBody,
@@ -29,6 +28,7 @@ from rollout_engine.serve.problems import problem_body
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
+from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 
 
 async def create(served: Served, asked: Asked) -> Reply | Events:
@@ -48,14 +48,14 @@ class _ResponsesCall(PieceCall):
         messages = with_instructions(body.instructions, [*self._earlier, *self._new])
         options, choice = read_options(served, body), read_choice(body.tool_choice)
         is_single = body.parallel_tool_calls is False
-        parser = ToolParser.of(served, options.get("tools"), choice, body.chat_template, is_single=is_single)
+        parser = RequestTools.of(served, options.get("tools"), choice, body.chat_template, is_single=is_single)
         form = read_form(body)
         request = ChatRequest(
             messages=messages,
             tools=options.get("tools"),
             tool_choice=choice,
             options=without_hidden_tools(served, messages, options, choice),
-            settings=_settings(served, asked, parser, form),
+            settings=_settings(served, body, parser, form),
             stream=bool(body.stream),
             model=body.model,
             cache_salt=body.cache_salt,
@@ -63,7 +63,14 @@ class _ResponsesCall(PieceCall):
             session_id=body.session_id,
             request_id=body.request_id,
         )
-        reader = AnswerReader(served, parser, splits_thinking=True, is_bound=form is not None)
+        reader = AnswerReader(
+            served,
+            parser,
+            body.chat_template,
+            splits_thinking=True,
+            is_bound=form is not None,
+            skip_special_tokens=request.settings.params.skip_special_tokens,
+        )
         super().__init__(served, asked, lora, request, reader)
         self._items = ItemEvents(self.make_call_id, seals_thinking=body.includes_thinking)
         self._rows: list[Any] = []
@@ -71,17 +78,16 @@ class _ResponsesCall(PieceCall):
         self._num_sent: int | None = None
         """Tokens whose log-probs were sent, or are thinking; None before the first words."""
 
-    def record(self, result: RequestOutput) -> None:
-        is_open = self.is_open
-        super().record(result)
-        if is_open and self._body.store is not False:
-            answer = self.write_message(self.read(result, result.outputs[0]))
+    def record(self, output: RequestOutput, parts: list[CompletionOutput]) -> None:
+        super().record(output, parts)
+        if self.asked.session is not None and self._body.store is not False:
+            answer = self.write_message(self.read(output, parts))
             self.asked.session.known_responses.add(self._id, self._earlier, [*self._new, answer])
 
     def write_body(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> dict[str, Any]:
         """The response of a whole answer, whose items are those of its events."""
         calls = iter(answer.call_ids)
-        items = ItemEvents(lambda: next(calls), seals_thinking=self._body.includes_thinking)
+        items = ItemEvents(lambda *_: next(calls), seals_thinking=self._body.includes_thinking)
         parts, logprobs = answer.parts, self._text_logprobs(sample, answer)
         pieces = [] if parts.thinking is None else [AnswerPiece("thinking", parts.thinking)]
         pieces += [AnswerPiece("text", parts.text)] if parts.text else []
@@ -107,7 +113,7 @@ class _ResponsesCall(PieceCall):
         """The log-probs of tokens behind the thinking that have not been sent."""
         if self._num_sent is None:
             token_ids = [token_id for part in self.streamed[0] for token_id in part.token_ids]
-            self._num_sent = self.reader.count_thinking(token_ids) if self._items.has_thought else 0
+            self._num_sent = self.reader.count_thinking(token_ids, AnswerParts(self._items.thinking))
         rows, self._num_sent = self._rows[self._num_sent :], len(self._rows)
         return rows
 
@@ -192,8 +198,7 @@ def _status(sample: CompletionOutput) -> str:
     return "incomplete" if sample.finish_reason == "length" else "completed"
 
 
-def _settings(served: Served, asked: Asked, tools: ToolParser | None, form: dict[str, Any] | None) -> Settings:
-    body: ResponsesBody = asked.body
+def _settings(served: Served, body: ResponsesBody, tools: RequestTools | None, form: dict[str, Any] | None) -> Settings:
     more = read_limits(body)
     if tools is not None and tools.structured_outputs is not None:
         if form is not None:
@@ -202,4 +207,4 @@ def _settings(served: Served, asked: Asked, tools: ToolParser | None, form: dict
         more["structured_outputs"] = tools.structured_outputs
     elif form is not None:
         more["structured_outputs"] = form
-    return read_settings(served, asked, output_kind="delta" if body.stream else "final_only", **more)
+    return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)
