@@ -9,12 +9,14 @@ tool_choice   "none"           calls stay text
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.serve.served import Served
+from rollout_engine.text.formats.make import make_format
 from rollout_engine.text.formats.tool_calls import (
     PROMPT_END,
+    TextForm,
     ToolFormat,
     format_of_template,
     opens_thinking,
@@ -27,6 +29,7 @@ _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
     "llama3": ('{"name": ', '{"name": NAME, "parameters": ', "}"),
 }
 """The beginning of a call, all before its arguments, and its end."""
+_TEXT_FORMS: tuple[TextForm, ...] = get_args(TextForm)
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = 16
 """Characters by which a call that a stop string has cut is found in the text."""
@@ -89,10 +92,16 @@ class ToolParser:
         """(calls, words) of an answer, whose decoded text is given: all that is no call stays in its words."""
         codec = self._codec
         is_thinking = False if self._is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
-        parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
-        for written in reversed(parsed.call_texts):
-            text = self._without(text, written)
-        return [_call(call.name, call.arguments) for call in parsed.calls], text
+        for form in _TEXT_FORMS:
+            if form == self._form:
+                parsed = parse_typed_calls(codec.decode(token_ids), form, self._tools, is_thinking=is_thinking)
+                for written in reversed(parsed.call_texts):
+                    text = self._without(text, written)
+                return [_call(call.name, call.arguments) for call in parsed.calls], text
+        reader = make_format(codec, self._form, None)
+        assert reader is not None, "it has a form"
+        parts = reader.read(token_ids, text, prompt_end=prompt_token_ids[-PROMPT_END:], tools=self._tools)
+        return [_call(call.name, call.arguments) for call in parts.calls], parts.text
 
     def _without(self, text: str, written: str) -> str:
         """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
