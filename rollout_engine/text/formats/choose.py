@@ -1,10 +1,12 @@
 """The format of a model's answers, by its chat template or by name."""
 
+from typing import get_args
+
 from rollout_engine.text.formats.answer import AnswerFormat
 from rollout_engine.text.formats.make import THINKING, make_format
 from rollout_engine.text.formats.tagged import Tags
 from rollout_engine.text.formats.taught_format import taught_format
-from rollout_engine.text.formats.tool_calls import ToolFormat, check_format, format_of_template
+from rollout_engine.text.formats.tool_calls import TextForm, ToolFormat, check_format, format_of_template
 from rollout_engine.text.tokenizer import TextCodec
 
 
@@ -31,6 +33,21 @@ def answer_format(
     elif name != "think":
         form = check_format(name)
     return make_format(codec, form, _find_tags(codec, text, is_wanted=name == "think"))
+
+
+def call_format(codec: TextCodec, template: str | None, form: ToolFormat) -> AnswerFormat:
+    """The format that finds the calls of a form in answers, thinking that a template knows left aside.
+
+    Of a `TextForm` thinking stays text, in which drafts of calls are no calls, as `parse_tool_calls` has it.
+    """
+    if form in get_args(TextForm):
+        found = make_format(codec, form, None)
+    else:
+        has_none = template is None and not codec.hf.chat_template
+        text = "" if has_none else codec.find_template(template, None)
+        found = make_format(codec, form, _find_tags(codec, text, is_wanted=True))
+    assert found is not None, "it has a form"
+    return found
 
 
 def _find_tags(codec: TextCodec, template: str, *, is_wanted: bool) -> Tags | None:

@@ -80,6 +80,11 @@ class HarmonyFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return HarmonyStream(self, transcript, self._header_of(prompt_end), finds_calls=tools is not None)
 
+    def write(self, thinking: str, text: str) -> str | None:
+        """See `AnswerFormat.write`."""
+        thought = f"<|channel|>analysis<|message|>{thinking}<|end|><|start|>assistant"
+        return f"{thought}<|channel|>final<|message|>{text}" if text else thought
+
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""
         return f"call_{uuid.uuid4().hex[:24]}"

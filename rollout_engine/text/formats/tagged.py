@@ -78,6 +78,12 @@ class TaggedFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return TaggedStream(self, transcript, self.is_opened(prompt_end), tools)
 
+    def write(self, thinking: str, text: str) -> str | None:
+        """See `AnswerFormat.write`."""
+        if self._plain is None:
+            return None
+        return f"{self._plain.opening}\n{thinking}\n{self._plain.closing}\n\n{text}"
+
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""
         return self._call_id(name, index) if self._call_id else f"call_{uuid.uuid4().hex[:24]}"

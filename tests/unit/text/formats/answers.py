@@ -1,4 +1,4 @@
-"""Answers of each family, the tokenizer of a family in bytes and its tags, and streams of answers in pieces at random."""
+"""Answers of each family, tokenizers of bytes and a family's tags, and answers in pieces at random."""
 
 import random
 from typing import Any
