@@ -99,5 +99,8 @@ class AnswerFormat(Protocol):
     ) -> AnswerStream:
         """Begin to read an answer as it is sampled; arguments as in `read`."""
 
+    def write(self, thinking: str, text: str) -> str | None:
+        """An answer with thinking, then words, as the family writes it, tags included; None if it has no thinking."""
+
     def new_call_id(self, name: str, index: int) -> str:
         """An id for the call of a tool, the conversation's number `index`, as the family's template takes them."""

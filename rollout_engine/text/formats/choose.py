@@ -1,13 +1,13 @@
 """The format of a model's answers, by its chat template or by name."""
 
-from rollout_engine.text.formats.answer import AnswerFormat
-from rollout_engine.text.formats.call_reader import TextCalls
-from rollout_engine.text.formats.tagged import TaggedFormat, Tags
-from rollout_engine.text.formats.taught_format import taught_format
-from rollout_engine.text.formats.tool_calls import ToolFormat, check_format, format_of_template
-from rollout_engine.text.tokenizer import TextCodec
+from typing import get_args
 
-_THINKING = (Tags("<seed:think>", "</seed:think>"), Tags("<think>", "</think>"))
+from rollout_engine.text.formats.answer import AnswerFormat
+from rollout_engine.text.formats.make import THINKING, make_format
+from rollout_engine.text.formats.tagged import Tags
+from rollout_engine.text.formats.taught_format import taught_format
+from rollout_engine.text.formats.tool_calls import TextForm, ToolFormat, check_format, format_of_template
+from rollout_engine.text.tokenizer import TextCodec
 
 
 def answer_format(
@@ -32,19 +32,27 @@ def answer_format(
         )
     elif name != "think":
         form = check_format(name)
-    return make_format(codec, form, _find_tags(codec, text, form, is_wanted=name == "think"))
+    return make_format(codec, form, _find_tags(codec, text, is_wanted=name == "think"))
 
 
-def make_format(codec: TextCodec, form: ToolFormat | None, thinking: Tags | None) -> AnswerFormat | None:
-    """The format with calls of this form and thinking between these tags; None for neither."""
-    if form is None:
-        return None if thinking is None else TaggedFormat(codec, "think", thinking, None)
-    return TaggedFormat(codec, form, thinking, TextCalls(form))
+def call_format(codec: TextCodec, template: str | None, form: ToolFormat) -> AnswerFormat:
+    """The format that finds the calls of a form in answers, thinking that a template knows left aside.
+
+    Of a `TextForm` thinking stays text, in which drafts of calls are no calls, as `parse_tool_calls` has it.
+    """
+    if form in get_args(TextForm):
+        found = make_format(codec, form, None)
+    else:
+        has_none = template is None and not codec.hf.chat_template
+        text = "" if has_none else codec.find_template(template, None)
+        found = make_format(codec, form, _find_tags(codec, text, is_wanted=True))
+    assert found is not None, "it has a form"
+    return found
 
 
-def _find_tags(codec: TextCodec, template: str, form: ToolFormat | None, *, is_wanted: bool) -> Tags | None:
+def _find_tags(codec: TextCodec, template: str, *, is_wanted: bool) -> Tags | None:
     """The tags of thinking that a template writes, or that the tokenizer has as tokens."""
-    for tags in _THINKING:
-        if tags.closing in template or all(codec.find_added(tag) is not None for tag in tags):
+    for tags in THINKING.values():
+        if tags.closing in template or all(codec.find_added(tag) is not None for tag in tags.tokens):
             return tags
-    return _THINKING[-1] if is_wanted else None
+    return THINKING["think"] if is_wanted else None

@@ -8,7 +8,7 @@ from rollout_engine.base.tool_call import ToolCall
 from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 from rollout_engine.text.formats.call_reader import CallReader, Found, Schemas, first_of
 from rollout_engine.text.formats.tool_calls import MAX_CALLS, PROMPT_END, opens_thinking
-from rollout_engine.text.formats.transcript import Transcript, spell_tags
+from rollout_engine.text.formats.transcript import Spell, Transcript, find_tags
 from rollout_engine.text.formats.words import Words, join_words
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -18,6 +18,8 @@ class Tags(NamedTuple):
 
     opening: str
     closing: str
+    tokens: tuple[str, ...]
+    """The parts of both that may be tokens."""
 
 
 class TaggedFormat:
@@ -26,7 +28,7 @@ class TaggedFormat:
     Args:
         name: of the family.
         thinking: the tags around thinking; None: the format knows none, and thinking stays text.
-        calls: finds the calls; None: they stay text.
+        make_calls: makes the reader that finds calls; None: they stay text.
         tags: further tags that count only as tokens of their own, if the tokenizer has such.
         call_id: makes ids of calls from (name, number) if templates ask for a form of their own.
     """
@@ -36,15 +38,18 @@ class TaggedFormat:
         codec: TextCodec,
         name: str,
         thinking: Tags | None,
-        calls: CallReader | None,
+        make_calls: Callable[[Spell], CallReader] | None,
         *,
         tags: Iterable[str] = (),
         call_id: Callable[[str, int], str] | None = None,
     ) -> None:
-        self.name, self.calls, self._codec, self._call_id = name, calls, codec, call_id
-        spelled, self._ids = spell_tags(codec, [*(thinking or ()), *tags])
+        self.name, self._codec, self._call_id = name, codec, call_id
+        spell, self._ids = find_tags(codec, [*(thinking.tokens if thinking else ()), *tags])
         self._plain = thinking
-        self.thinking = None if thinking is None else Tags(spelled[thinking.opening], spelled[thinking.closing])
+        self.calls = None if make_calls is None else make_calls(spell)
+        self.thinking = thinking
+        if thinking is not None:
+            self.thinking = thinking._replace(opening=spell(thinking.opening), closing=spell(thinking.closing))
         """The tags as `Transcript.full` spells them."""
 
     def read(
@@ -73,6 +78,12 @@ class TaggedFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return TaggedStream(self, transcript, self.is_opened(prompt_end), tools)
 
+    def write(self, thinking: str, text: str) -> str | None:
+        """See `AnswerFormat.write`."""
+        if self._plain is None:
+            return None
+        return f"{self._plain.opening}\n{thinking}\n{self._plain.closing}\n\n{text}"
+
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""
         return self._call_id(name, index) if self._call_id else f"call_{uuid.uuid4().hex[:24]}"
@@ -83,11 +94,11 @@ class TaggedFormat:
             text = prompt_end if isinstance(prompt_end, str) else self._codec.decode(list(prompt_end[-PROMPT_END:]))
             return opens_thinking(text)
         if isinstance(prompt_end, str):
-            text, (opening, closing) = prompt_end, self._plain
+            text, (opening, closing, _) = prompt_end, self._plain
         else:
             transcript = Transcript(self._codec, self._ids, "", skip_special_tokens=False)
             transcript.push(prompt_end[-PROMPT_END:])
-            text, (opening, closing) = transcript.full, self.thinking
+            text, (opening, closing, _) = transcript.full, self.thinking
         start = text.rfind(opening)
         is_open = start >= 0 and closing not in text[start:] and not text[start + len(opening) :].strip()
         return True if is_open else None
@@ -206,7 +217,7 @@ class TaggedStream:
         assert self._form.thinking is not None
         closing, full = self._form.thinking.closing, self._transcript.full
         end, is_closed = first_of(full, self._at, (closing,))
-        if text := self._thinking.upto(self._shown, self._transcript.place(end)):
+        if text := self._thinking.upto(*self._shown(end)):
             pieces.append(AnswerPiece("thinking", text))
             self._num_thinking += 1
         self._at = end
@@ -221,7 +232,7 @@ class TaggedStream:
             end, may_begin = len(full), False
         else:
             end, may_begin = self._calls.safe_end(full, self._start, self._at)
-        if text := self._words.upto(self._shown, self._transcript.place(end)):
+        if text := self._words.upto(*self._shown(end)):
             pieces.append(AnswerPiece("text", text))
         self._at = end
         if may_begin and self._is_released(end):
@@ -252,9 +263,9 @@ class TaggedStream:
         """Whether the engine has released all text before a place: nothing before it is still to be returned."""
         return self._transcript.place(end) <= self._limit
 
-    @property
-    def _shown(self) -> str:
-        return self._transcript.shown[: self._limit]
+    def _shown(self, end: int) -> tuple[str, int]:
+        """(the shown text, the place in it up to which it may be returned)."""
+        return self._transcript.shown, min(self._transcript.place(end), self._limit)
 
 
 def after_space(text: str, at: int) -> int:

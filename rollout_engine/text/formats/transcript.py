@@ -8,7 +8,7 @@ A token that is a tag stands in `full` behind a lone surrogate, which no decoded
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -16,10 +16,20 @@ MARK = "\ud800"
 """Stands in front of a tag that is one token."""
 
 
-def spell_tags(codec: TextCodec, tags: Iterable[str]) -> tuple[dict[str, str], dict[int, str]]:
-    """(tag -> how `Transcript.full` spells it, id -> tag for the tags that are tokens)."""
-    ids = {tag: token_id for tag in tags if (token_id := codec.find_added(tag)) is not None}
-    return {tag: MARK + tag if tag in ids else tag for tag in tags}, {each: tag for tag, each in ids.items()}
+Spell = Callable[[str], str]
+"""A text with tags -> the same as `Transcript.full` spells it."""
+
+
+def find_tags(codec: TextCodec, tags: Iterable[str]) -> tuple[Spell, dict[int, str]]:
+    """(how texts with these tags are spelled, id -> tag for the tags that are tokens)."""
+    ids = {token_id: tag for tag in tags if (token_id := codec.find_added(tag)) is not None}
+
+    def spell(text: str) -> str:
+        for tag in ids.values():
+            text = text.replace(tag, MARK + tag)
+        return text
+
+    return spell, ids
 
 
 class Transcript:
