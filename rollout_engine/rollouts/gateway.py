@@ -19,8 +19,11 @@ The keys of a batch are those of `batches.rollout_batch`, and these; one row for
     "parent_row"            [B]                 int64; number of the row that it branches from, -1 for none
     "began"                 [B]                 why it began: `rollout_engine.sessions.branches.Reason`
     "num_turns"             [B]                 int64; answers that the row sampled
+    ("rewards", "turn")     [B, most turns]     float32; the reward of the row at its last answer, 0 elsewhere
     ("next", "reward")      [B, 1]              float32; the session's reward, or the row's own; only with rewards
     "messages"              [B]                 the row's conversation as the agent has it
+
+The other keys of episodes (`rollouts.episodes.rows`) are there with the values of an episode that its agent ended.
 """
 
 import secrets
@@ -57,7 +60,7 @@ _DRAWS = ("temperature", "top_p", "top_k", "min_p")
 
 
 class GatewaySession:
-    """One agent's session: where it sends its requests, and the rows that these make."""
+    """One agent's session: the addresses for its requests, and the rows that these make."""
 
     def __init__(self, gateway: "Gateway", session: Session, url: str) -> None:
         self._gateway, self._session = gateway, session
@@ -123,7 +126,7 @@ class Gateway:
         Args:
             group_id: equal for sessions that are samples of one task, whose rewards are compared.
             sampling_params: params of every request in place of the gateway's, over those that the agent asks for. With
-                a seed, request k is drawn with the seed mix(seed, k).
+                a seed, request k is drawn as turn k of an episode with that seed.
             seconds, tokens: bounds below those of the server.
 
         Raises `RequestError` for bounds beyond the server's, and `RetryableError` at `max_sessions`.
@@ -190,8 +193,8 @@ class GatewayMethods(Face):
         Args:
             sampling_params: params of every request of every session, over those that agents ask for. A
                 `SamplingParams` forces temperature, top_p, top_k and min_p, and its fields that are not the defaults; a
-                dictionary forces what it has.
-            host, port: where to listen; 0: a port that is free.
+                dictionary forces the params that it has.
+            host, port: the address to listen on; 0: a port that is free.
             options: further fields of `ServeOptions`. Keys are drawn unless given: an agent has that of its session.
 
         Raises `ConfigError` as `HttpServer` does, and for options that do not fit.
@@ -244,17 +247,34 @@ def _batch(
         turns=[np.array(row.turns, np.int64) for _, row in rows],
         layout=layout,
     )
+    _add_ends(batch, [row for _, row in rows])
     for name, values in (
         ("episode_id", [index for index, _ in rows]),
         ("row_index", [row.row for _, row in rows]),
         ("parent_row", [row.parent_row for _, row in rows]),
-        ("num_turns", [len(row.samples) for _, row in rows]),
+        ("seat", [0 for _ in rows]),
     ):
         batch[name] = torch.tensor(values, dtype=torch.int64)
     batch["session_id"] = NonTensorStack(*(row.session_id for _, row in rows))
     batch["began"] = NonTensorStack(*(row.began for _, row in rows))
     batch["messages"] = NonTensorStack(*(row.messages for _, row in rows))
     return batch
+
+
+def _add_ends(batch: RolloutBatch, rows: Sequence[SessionRow]) -> None:
+    """Add the keys of ends and of turns that batches of episodes have: a session ends when its agent does."""
+    ends = [max(row.turns, default=-1) + 1 for row in rows]
+    rewards = torch.zeros(len(rows), max(ends), dtype=torch.float32)
+    for index, row in enumerate(rows):
+        rewards[index, ends[index] - 1] = row.reward or 0.0
+    batch["rewards", "turn"] = rewards
+    batch["num_turns"] = torch.tensor([len(row.samples) for row in rows], dtype=torch.int64)
+    cut = torch.tensor([_finish_reason(row) != "stop" for row in rows]).unsqueeze(-1)
+    batch["next", "terminated"], batch["next", "truncated"] = torch.ones_like(cut), torch.zeros_like(cut)
+    batch["next", "done"], batch["truncated"] = torch.ones_like(cut), cut
+    for name, value in (("ended_by", "terminated"), ("error", None)):
+        batch[name] = NonTensorStack(*(value for _ in rows))
+    batch["info"] = NonTensorStack(*({} for _ in rows))
 
 
 def _group_ids(given: Sequence[int | str | None]) -> list[int]:

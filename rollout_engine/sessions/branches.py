@@ -4,8 +4,8 @@
 "rollback"          it continues, or asks again after, an earlier conversation that has been answered meanwhile
 "parallel"          the same, while another request that does so was running
 "sample"            another of the n samples of one request
-"trimmed"           an answer came back with other spaces around it
-"thinking_dropped"  an answer came back without its thinking, which the template would show
+"trimmed"           an answer was returned with other spaces around it
+"thinking_dropped"  an answer was returned without its thinking, which the template would show
 "edited"            a message was changed
 "compacted"         a conversation of several turns was replaced by a shorter one
 "new_system"        another system prompt, as that of a subagent
@@ -82,7 +82,7 @@ def _divergence(node: Node, messages: Messages) -> tuple[Reason, Turn | None]:
 
 
 def _change(turn: Turn, message: dict[str, Any]) -> Reason:
-    """How an answer came back."""
+    """How a returned answer was changed."""
     assert turn.answered.message is not None, "it has been answered"
     was, now = answer_parts(turn.answered.message), answer_parts(message)
     if was["calls"] != now["calls"] or not isinstance(was["content"], str) or not isinstance(now["content"], str):

@@ -3,7 +3,7 @@
     root (tools and template options)
      └─ system ─ user ─ [answer of turn 0] ─ tool ─ [answer of turn 1] ─ user ...
                    │                            └── [another answer of turn 2]: a sibling, or sampled after a rollback
-                   └─ [the same answer as it came back changed] ─ user ... : a branch
+                   └─ [the same answer returned with changes] ─ user ... : a branch
 
 A node is a conversation: its parent's and one more message. `Turn`s are the sampled answers; they form a forest of
 their own, by token ids: a turn's prompt is its parent's ids, the parent's sampled ids, and ids of its own.

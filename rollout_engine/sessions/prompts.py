@@ -62,7 +62,7 @@ class ChatPrompts:
             now = turns.text([*before, turns.message(turn.said), *new])
             has_ended = turn.sample.finish_reason == "stop"
             ids = turns.between(shown, now, turn.said, turn.sample.token_ids, has_ended=has_ended)
-        except RequestError:  # rewritten, or refused in this form: the caller renders the messages as they came
+        except RequestError:  # rewritten, or refused in this form: the caller renders the messages as given
             return None
         return OwnIds(ids, new, now)
 

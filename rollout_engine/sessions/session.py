@@ -23,7 +23,7 @@ from rollout_engine.text.conversations import as_messages
 
 
 class Place(msgspec.Struct, eq=False):
-    """Where a request that runs stands in the forest."""
+    """The place in the forest of a request that runs."""
 
     prompt_token_ids: list[int]
     own: OwnIds
@@ -45,7 +45,7 @@ class Place(msgspec.Struct, eq=False):
 
 
 class Session:
-    """What one agent was answered, as tokens.
+    """The conversations of one agent, as tokens.
 
     Args:
         limits: its bounds.
@@ -105,7 +105,7 @@ class Session:
         params: SamplingParams | None = None,
         adapter: str | None = None,
     ) -> Place:
-        """Find where a request continues, and make its prompt. End it by `cancel`, whatever happens.
+        """Find the answer that a request continues, and make its prompt. Always end it by `cancel`.
 
         Raises `RequestError` for messages that cannot be rendered, and `SessionEndedError`.
         """

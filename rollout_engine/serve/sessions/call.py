@@ -22,6 +22,8 @@ from rollout_engine.text.tokenizer import TextCodec
 
 _NOT_FORCED = frozenset(("n", "output_kind", "detokenize", "truncate_prompt_tokens", "prompt_logprobs"))
 """Sampling params that belong to single requests."""
+_TURNS = 1 << 32
+"""Request k is drawn as turn k of an episode is (`episodes.episode.seed_of_turn`)."""
 _MAX_KEPT = 64
 ForcedParams: TypeAlias = dict[tuple[int, str], tuple[SamplingParams, SamplingParams]]
 
@@ -65,7 +67,7 @@ class SessionCall:
             raise RequestError.for_field("messages", "pictures", "text: sessions keep token ids alone")
         prefix = getattr(self._asked.body, "required_prefix_token_ids", None)
         if prefix is not None:
-            bound = "absent in a session, which keeps sampled ids by itself"
+            bound = "absent in a session: it continues behind sampled ids anyway"
             raise RequestError.for_field("required_prefix_token_ids", prefix[:8], bound)
         template = options.get("chat_template")
         if template is not None and not self._codec.has_template(template):
@@ -77,7 +79,8 @@ class SessionCall:
             params = params.clone(max_tokens=place.max_tokens, min_tokens=min(params.min_tokens, place.max_tokens))
         seed = self._session.sampling.get("seed")
         if seed is not None:
-            settings = settings._replace(seed=mix(unsigned(seed), place.number))
+            first = unsigned(seed)
+            settings = settings._replace(seed=mix(first, _TURNS + place.number) if place.number else first)
         return {"prompt_token_ids": place.prompt_token_ids}, settings._replace(params=params)
 
     def record(self, parts: Sequence[CompletionOutput], message: Mapping[str, Any]) -> None:

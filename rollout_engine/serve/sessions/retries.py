@@ -30,8 +30,9 @@ class Answer:
         self._make = make
         self._reply: Reply | Events | None = None
         self._events: list[Any] = []
-        self._changed = asyncio.Event()
+        self._readers: list[asyncio.Future[None]] = []
         self.task = asyncio.ensure_future(self._run())
+        self.task.add_done_callback(self._end)
 
     @property
     def has_failed(self) -> bool:
@@ -39,30 +40,34 @@ class Answer:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     async def _run(self) -> None:
-        try:
-            self._reply = await self._make()
-            if isinstance(self._reply, Events):
-                self._notify()
-                async for event in self._reply.events:
-                    self._events.append(event)
-                    self._notify()
-        finally:
-            self._notify()
+        self._reply = await self._make()
+        if isinstance(self._reply, Events):
+            self._wake_readers()
+            async for event in self._reply.events:
+                self._events.append(event)
+                self._wake_readers()
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled():
+            task.exception()  # else asyncio logs it, if all readers have left
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        for reader in self._readers:
+            if not reader.done():
+                reader.set_result(None)
+        self._readers.clear()
 
     async def read(self) -> Reply | Events:
-        """The response. Raises what the handler raised."""
+        """The response. Raises the error of the handler."""
         while self._reply is None and not self.task.done():
             await self._wait()
         if self._reply is None:
             self._raise()
         if isinstance(self._reply, Events):
             return structs.replace(self._reply, events=self._read_events())
-        if not self.task.done():
-            await asyncio.wait([self.task])
+        while not self.task.done():
+            await self._wait()
         self._raise()
         assert self._reply is not None, "it has been made"
         return self._reply
@@ -79,12 +84,10 @@ class Answer:
             await self._wait()
 
     async def _wait(self) -> None:
-        """Wait for the next change; its end may be noticed a step of the loop before the task is done."""
-        changed = asyncio.ensure_future(self._changed.wait())
-        try:
-            await asyncio.wait([changed, self.task], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
+        """Wait for the next event, or the end."""
+        reader = asyncio.get_running_loop().create_future()
+        self._readers.append(reader)
+        await reader
 
     def _raise(self) -> None:
         if self.task.cancelled():

@@ -13,6 +13,7 @@ from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Events, Reply, Route
 from rollout_engine.serve.sessions.call import ForcedParams, SessionCall
 from rollout_engine.serve.sessions.retries import Retries
+from rollout_engine.sessions.errors import SessionNotFoundError
 from rollout_engine.sessions.limits import SessionLimits
 from rollout_engine.sessions.messages import digest
 from rollout_engine.sessions.prompts import PromptCache
@@ -49,7 +50,11 @@ class ServedSessions:
     def open(self, session_id: str, headers: Any) -> "SessionRequest":
         """A request of a session's agent. Raises `SessionNotFoundError` for an unknown id, and for another key."""
         self._loop = asyncio.get_running_loop()
-        session = self.require_on().open(session_id, key_of(headers).decode("latin-1"))
+        registry, keys = self.require_on(), [key_of(headers).decode("latin-1"), headers.get("x-api-key", "")]
+        try:
+            session = registry.open(session_id, keys[0])
+        except SessionNotFoundError:  # some clients send both headers, and one of them is not the session's
+            session = registry.open(session_id, keys[1])
         return SessionRequest(self, session)
 
     def delete(self, session_id: str) -> None:
@@ -105,6 +110,7 @@ class SessionRequest:
         self._leave = lambda: None
 
     async def _run(self, route: Route, asked: Asked, served: Any) -> Reply | Events:
+        await _accept_model(asked, served)
         call = asked.session = self._owner.call(self.session, asked, served)
         try:
             reply = await route.answer(served, asked)
@@ -115,6 +121,14 @@ class SessionRequest:
             return msgspec.structs.replace(reply, events=_closing(reply.events, call))
         call.close()
         return reply
+
+
+async def _accept_model(asked: Asked, served: Any) -> None:
+    """Have a name that is no adapter's mean the model that is served: agents have names of their own."""
+    try:
+        await served.adapter_of(asked.body.model)
+    except HttpProblem:
+        asked.body.model = None
 
 
 async def _closing(events: AsyncIterator[Any], call: SessionCall) -> AsyncIterator[Any]:
