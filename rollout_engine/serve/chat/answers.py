@@ -9,11 +9,9 @@ from typing import Any
 from rollout_engine.serve.chat.tools import RequestTools
 from rollout_engine.serve.served import Served
 from rollout_engine.text.formats.answer import AnswerFormat, AnswerParts, AnswerPiece, AnswerStream
-from rollout_engine.text.formats.choose import answer_format, make_format
-from rollout_engine.text.formats.tagged import TaggedFormat, Tags
-
-_THINKING = Tags("<think>", "</think>")
-"""Tags of thinking under templates that name none."""
+from rollout_engine.text.formats.choose import answer_format, call_format
+from rollout_engine.text.formats.make import THINKING, make_format
+from rollout_engine.text.formats.tagged import TaggedFormat
 
 
 class AnswerReader:
@@ -87,15 +85,15 @@ class AnswerReader:
         }
 
     def _find_format(self, chat_template: str | None, *, splits_thinking: bool) -> AnswerFormat | None:
-        form = None if self._tools is None else self._tools.form
+        form, codec = None if self._tools is None else self._tools.form, self._served.codec
         if not splits_thinking:
-            return None if form is None else make_format(self._served.codec, form, None)
+            return None if form is None else call_format(codec, chat_template, form)
         if chat_template is None:
             found = self._served.answer_format
         else:
-            found = answer_format(self._served.codec, chat_template, runs_template=False)
+            found = answer_format(codec, chat_template, runs_template=False)
         if found is None or (isinstance(found, TaggedFormat) and found.thinking is None):
-            return make_format(self._served.codec, form, _THINKING)
+            return make_format(codec, form, THINKING["think"])
         return found
 
 

@@ -1,19 +1,24 @@
-"""The session of a call: it gives the prompt, and has the whole answer before the client has all of it."""
+"""The session of a call in each dialect: it gives the prompt, and has the answer before the client has all of it."""
 
 import asyncio
+import json
 
 import msgspec
-import numpy as np
 import pytest
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.serve.anthropic import messages
 from rollout_engine.serve.anthropic.body import MessagesBody
-from rollout_engine.serve.chat.known_responses import KnownResponses
+from rollout_engine.serve.app import App
 from rollout_engine.serve.openai import chat, responses
 from rollout_engine.serve.openai.chat import ChatBody
 from rollout_engine.serve.openai.response_body import ResponsesBody
+from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.route import Asked, Reply
+from rollout_engine.sessions.known_responses import KnownResponses
+from rollout_engine.sessions.samples import join_parts
+
+from .conftest import Client
 
 HELLO = [{"role": "user", "content": "hello"}]
 PROMPT = [5, 6, 7]
@@ -28,24 +33,19 @@ SAID = "<think>hm</think>good"
 class Session:
     """Notes its calls; every request has the same prompt."""
 
-    def __init__(self, problem=None):
-        self.known_responses, self.problem = KnownResponses(), problem
-        self.calls, self.requests, self.results, self.answers = [], [], [], []
+    def __init__(self):
+        self.known_responses = KnownResponses()
+        self.calls, self.asked, self.samples, self.answers = [], [], [], []
 
-    async def begin(self, request):
+    async def begin(self, messages, options, settings, *, lora=None):
         self.calls.append("begin")
-        self.requests.append(request)
-        if self.problem is not None:
-            raise self.problem
-        return len(self.requests), {"prompt_token_ids": PROMPT}
+        self.asked.append(messages)
+        return {"prompt_token_ids": PROMPT}, settings._replace(params=settings.params.clone(logprobs=0))
 
-    def record(self, place, result, answers):
-        self.calls.append(f"record {place}")
-        self.results.append(result)
-        self.answers += answers
-
-    def cancel(self, place):
-        self.calls.append(f"cancel {place}")
+    def record(self, parts, message):
+        self.calls.append("record")
+        self.samples.append(join_parts(parts))
+        self.answers.append(message)
 
 
 def ask(client, dialect, session, **fields):
@@ -65,11 +65,10 @@ def ask(client, dialect, session, **fields):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_session_gives_the_prompt_and_has_the_answer(client, dialect):
     session = Session()
-    ask(client, dialect, session, return_token_ids=True)
-    [request], [result], [message] = session.requests, session.results, session.answers
-    assert session.calls == ["begin", "record 1"]
-    assert (request.messages, request.tools, request.stream) == (HELLO, None, False)
-    assert result.prompt_token_ids == PROMPT and result.outputs[0].logprobs is not None
+    body, _ = ask(client, dialect, session, return_token_ids=True)
+    [message], [sample] = session.answers, session.samples
+    assert session.calls == ["begin", "record"] and session.asked == [HELLO]
+    assert body["prompt_token_ids"] == PROMPT and sample.logprobs is not None
     if dialect == "chat":
         assert message == {"role": "assistant", "content": SAID}
     else:
@@ -77,59 +76,26 @@ def test_a_session_gives_the_prompt_and_has_the_answer(client, dialect):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_streamed_answer_is_recorded_whole_before_its_last_event(client, dialect):
+def test_a_streamed_answer_is_recorded_before_its_last_event(client, dialect):
     whole, session = Session(), Session()
     ask(client, dialect, whole)
     _, events = ask(client, dialect, session, stream=True)
-    assert "record 1" not in events[0][1] and "record 1" in events[-1][1]
-    assert session.calls == ["begin", "record 1"] and session.answers == whole.answers
-    [sample], [expected] = session.results[0].outputs, whole.results[0].outputs
+    assert "record" not in events[0][1] and "record" in events[-1][1]
+    assert session.calls == ["begin", "record"] and session.answers == whole.answers
+    [sample], [expected] = session.samples, whole.samples
     assert (sample.token_ids, sample.text, sample.version_spans, sample.finish_reason) == (
         expected.token_ids,
         expected.text,
         expected.version_spans,
         expected.finish_reason,
     )
-    assert np.array_equal(sample.logprobs, expected.logprobs)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_call_that_fails_is_cancelled(client, dialect, stream, monkeypatch):
-    session, refused = Session(), RequestError("No.")
-    with pytest.raises(RequestError, match="No"):
-        ask(client, dialect, Session(refused), stream=stream)
-
-    async def fail(*_, **__):
-        raise refused
-
-    monkeypatch.setattr("rollout_engine.serve.generation.Generation.start", fail)
-    with pytest.raises(RequestError, match="No"):
-        ask(client, dialect, session, stream=stream)
-    assert session.calls == ["begin", "cancel 1"]
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_client_that_leaves_cancels(client, dialect):
-    session = Session()
-    create, kind, body = DIALECTS[dialect]
-    body = msgspec.convert({**body, "stream": True, "ignore_eos": True}, kind)
-
-    async def leave():
-        reply = await create(client.app.served, Asked(body, {}, "r", session=session))
-        await anext(reply.events)
-        await reply.events.aclose()
-
-    asyncio.run(leave())
-    assert session.calls == ["begin", "cancel 1"]
-
-
-def test_samples_of_a_chat_are_recorded_together(client):
+def test_samples_of_a_chat_are_recorded_each(client):
     for stream in (False, True):
         session = Session()
         ask(client, "chat", session, n=2, stream=stream)
-        assert session.calls == ["begin", "record 1"]
-        assert len(session.results[0].outputs) == len(session.answers) == 2
+        assert session.calls == ["begin", "record", "record"]
 
 
 def test_a_prefix_of_the_clients_own_is_refused(client):
@@ -143,13 +109,62 @@ def test_a_session_knows_its_responses(client):
     assert first["store"] is True
     answer = {"role": "assistant", "content": "good", "reasoning_content": "hm"}
     said = ask(client, "responses", session, input="more", previous_response_id=first["id"], stream=True)
-    assert session.requests[1].messages == [*HELLO, answer, {"role": "user", "content": "more"}]
+    assert session.asked[1] == [*HELLO, answer, {"role": "user", "content": "more"}]
     later = said[1][-1][0]["response"]["id"]
     ask(client, "responses", session, input="again", previous_response_id=later)
-    assert len(session.requests[2].messages) == 5
+    assert len(session.asked[2]) == 5
     unknown, _ = ask(client, "responses", session, store=False)
     with pytest.raises(RequestError, match="still known"):
         ask(client, "responses", session, previous_response_id=unknown["id"])
+
+
+@pytest.fixture(scope="module")
+def gateway(policy):
+    return Client(App(policy, ServeOptions(served_model_name="tiny", sessions=True)))
+
+
+def below(gateway, made, path, body, *, stream=False):
+    """The body of an answer in a session; of a stream, its last event."""
+    headers = {"x-api-key": made["api_key"]}
+    body = {"seed": 1, "guided_choice": [SAID], **body, "stream": stream}
+    response = gateway.send("POST", f"/sessions/{made['id']}{path}", body, headers=headers)
+    assert response.status_code == 200, response.text
+    if not stream:
+        return response.json()
+    *_, last = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    return json.loads(last.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["responses", "messages"])
+def test_turns_of_an_agent_become_one_row_of_the_sampled_ids(gateway, dialect, stream):
+    made = gateway.post("/sessions", {})
+    said = {"role": "user", "content": "hello"}
+    if dialect == "responses":
+        path = "/v1/responses"
+        first = below(gateway, made, path, {"input": [said], "max_output_tokens": 40}, stream=stream)
+        output = (first["response"] if stream else first)["output"]
+        items = [said, *output, {"role": "user", "content": "more"}]
+        below(gateway, made, path, {"input": items, "max_output_tokens": 40}, stream=stream)
+    else:
+        path, thinking = "/v1/messages", {"type": "thinking", "thinking": "hm", "signature": "any"}
+        below(gateway, made, path, {"messages": [said], "max_tokens": 40}, stream=stream)
+        answer = {"role": "assistant", "content": [thinking, {"type": "text", "text": "good"}]}
+        turns = [said, answer, {"role": "user", "content": "more"}]
+        below(gateway, made, path, {"messages": turns, "max_tokens": 40}, stream=stream)
+    [row] = gateway.send("GET", f"/sessions/{made['id']}/rows").json()["rows"]
+    assert sum(row["mask"]) == 2 * (len(SAID) + 1) and set(row["turns"]) >= {0, 1}
+    assert [len(each["text"]) for each in row["samples"]] == [len(SAID)] * 2
+
+
+def test_errors_below_a_session_have_the_dialects_shape(gateway):
+    made = gateway.post("/sessions", {})
+    headers = {"x-api-key": made["api_key"]}
+    path = f"/sessions/{made['id']}/v1/messages"
+    problem = gateway.send("POST", path, {"max_tokens": 4}, headers=headers).json()
+    assert problem["type"] == "error" and "messages is missing" in problem["error"]["message"]
+    headers["x-api-key"] = "wrong"
+    assert gateway.send("POST", path, {"max_tokens": 4}, headers=headers).json()["type"] == "error"
 
 
 def test_known_responses_are_bounded():
