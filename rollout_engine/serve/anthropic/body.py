@@ -156,7 +156,7 @@ def hides_thinking(body: PromptFields) -> bool:
 
 
 def _thinks(body: PromptFields) -> bool | None:
-    """Whether the body says that answers think, or that they do not."""
+    """Whether answers are asked to think, or not to; None: the body leaves it open."""
     kind = None if body.thinking is None else body.thinking.get("type")
     return None if kind is None else kind != "disabled"
 

@@ -107,7 +107,7 @@ def _read_blocks(content: Any, place: str, role: str) -> Iterator[tuple[str, dic
 
 
 def _read_words(content: Any, place: str, role: str) -> str | list[dict[str, Any]]:
-    """Content of text, and of images where the role may have them."""
+    """Content of text, and of images if the role may have them."""
     if isinstance(content, str):
         return content
     return _join_parts([_read_part(*found) for found in _read_blocks(content, place, role)], place)

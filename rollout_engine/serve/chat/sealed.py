@@ -1,6 +1,6 @@
 """Thinking in the fields of other servers that clients hand back unread: signatures, encrypted and redacted contents.
 
-It is no secret, since it is the client's own policy that thought it: it is only packed, so that it comes back whole.
+It is no secret, since it is the client's own policy that thought it: it is only packed, so that it returns whole.
 """
 
 import base64
