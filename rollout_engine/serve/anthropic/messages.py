@@ -121,7 +121,8 @@ class _MessagesCall(PieceCall):
     def _stop(self, sample: CompletionOutput, answer: Answer) -> dict[str, Any]:
         reason, sequence = "end_turn", None
         if sample.finish_reason == "length":
-            reason = "max_tokens"
+            asked = self._body.max_tokens
+            reason = "max_tokens" if len(sample.token_ids) >= asked else "model_context_window_exceeded"
         elif answer.call_ids:
             reason = "tool_use"
         elif sample.stop_reason in self._stops:

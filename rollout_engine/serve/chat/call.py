@@ -64,7 +64,8 @@ class ChatCall(Call):
         request, session = self.request, self.asked.session
         if session is not None:
             given = request.messages, request.options, request.settings
-            prompt, self.settings = await session.begin(*given, lora=self.lora)
+            prompt, settings = await session.begin(*given, lora=self.lora)
+            self.settings = _fit(settings, self.served.max_model_len - len(prompt["prompt_token_ids"]))
             prompt |= salt_of(request)
         else:
             prompt = self.prompts[0]
@@ -125,6 +126,14 @@ class ChatCall(Call):
             message["reasoning_content"] = answer.parts.thinking
         calls = write_calls(answer)
         return message | {"tool_calls": calls} if calls else message
+
+
+def _fit(settings: Settings, room: int) -> Settings:
+    """The settings with no more tokens than there is room for: programs that agents are ask for those of other models."""
+    params = settings.params
+    if params.max_tokens is None or not 1 <= room < params.max_tokens:
+        return settings
+    return settings._replace(params=params.clone(max_tokens=room, min_tokens=min(params.min_tokens, room)))
 
 
 def write_calls(answer: Answer) -> list[dict[str, Any]]:

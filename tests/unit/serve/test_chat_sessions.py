@@ -157,6 +157,15 @@ def test_turns_of_an_agent_become_one_row_of_the_sampled_ids(gateway, dialect, s
     assert [len(each["text"]) for each in row["samples"]] == [len(SAID)] * 2
 
 
+def test_more_tokens_than_fit_are_as_many_as_fit(gateway, policy):
+    made = gateway.post("/sessions", {})
+    body = {"messages": HELLO, "max_tokens": 32_000, "guided_choice": None, "ignore_eos": True}
+    answer = below(gateway, made, "/v1/messages", {**body, "return_token_ids": True})
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    assert len(answer["prompt_token_ids"]) + len(answer["token_ids"]) == 256
+    assert gateway.send("POST", "/v1/messages", {"messages": HELLO, "max_tokens": 32_000}).status_code == 400
+
+
 def test_errors_below_a_session_have_the_dialects_shape(gateway):
     made = gateway.post("/sessions", {})
     headers = {"x-api-key": made["api_key"]}
