@@ -129,7 +129,7 @@ class ChatCall(Call):
 
 
 def _fit(settings: Settings, room: int) -> Settings:
-    """The settings with no more tokens than there is room for: programs that agents are ask for those of other models."""
+    """The settings with no more tokens than there is room for: agents ask for those of other models."""
     params = settings.params
     if params.max_tokens is None or not 1 <= room < params.max_tokens:
         return settings
