@@ -34,6 +34,11 @@ class PieceCall(ChatCall):
         _check_ended(sample)
         return self.write_body(result, sample, self.read(result, [sample]))
 
+    def write_event(
+        self, index: int, output: RequestOutput, samples: list[CompletionOutput], usage: dict[str, Any]
+    ) -> Any:
+        raise AssertionError("its events are those of pieces")
+
     async def events(self) -> AsyncIterator[Any]:
         pieces: list[AnswerPiece] = []
         reader = None

@@ -298,7 +298,7 @@ def test_a_conversation_with_tools_is_not_rendered_on_the_event_loop(client, mon
 
 def test_thinking_is_apart_if_it_is_asked_for(client):
     text = f"<think>\nhm\n</think>\n\nI add. {CALL}"
-    body = {"messages": HELLO, **TOOLS, "guided_choice": [text], "max_tokens": 200, "separate_reasoning": True}
+    body = {"messages": HELLO, **TOOLS, "guided_choice": [text], "max_tokens": 110, "separate_reasoning": True}
     [choice] = client.post("/v1/chat/completions", body)["choices"]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"], called(message)) == ("hm", "I add.", [("add", {"a": 1})])

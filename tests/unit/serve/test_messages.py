@@ -8,7 +8,7 @@ import pytest
 HELLO = [{"role": "user", "content": "hello"}]
 PATH = "/v1/messages"
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }} by <tool_call>{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }} by <tool_call>{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -28,7 +28,7 @@ def masked(value):
     """A value with the ids that are new each time left out."""
     if isinstance(value, dict):
         return {key: "ID" if key in ("id", "signature") else masked(each) for key, each in value.items()}
-    return [masked(each) for each in value] if isinstance(value, list) else value
+    return [masked(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def test_a_whole_answer(client):
