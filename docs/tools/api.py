@@ -29,6 +29,7 @@ MODULES = (
     ("sync", "Weights between processes"),
     ("worker_ext.base", "Worker extensions"),
     ("envs_adapters.base", "Environments"),
+    ("rollout_engine.base.tool_call", "Calls of tools"),
     ("rollout_engine.testing", "Tiny models, for tests"),
 )
 

@@ -13,10 +13,10 @@ from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.rollouts.episodes.tool_calls import ToolFormat, check_format
 from rollout_engine.rollouts.episodes.tool_functions import ToolFunction, tool_functions, tool_name
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.formats.tool_calls import ToolFormat, check_format
 
 OnRewrite = Literal["refuse", "branch"]
 Opponent = Frontend | Callable[[list[Message]], str]
