@@ -32,6 +32,12 @@ _LIMITS: dict[str, type[int] | type[float]] = {
     "body_seconds": float,
     "max_connections": int,
     "drain_seconds": float,
+    "max_sessions": int,
+    "session_seconds": float,
+    "session_tokens": int,
+    "session_bytes": int,
+    "session_turns": int,
+    "session_retry_seconds": float,
 }
 """Options that bound the resources of clients."""
 
@@ -51,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-request-chat-template", action="store_true", help="requests may bring a chat_template, a program"
     )
+    parser.add_argument("--sessions", action="store_true", help="keep sessions of agents as training rows")
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
     for name, value in {"allow_media": "HOST", "allow_media_dir": "DIR"}.items():
         described = f"as ServeOptions.{name}; may be given many times (none)"
@@ -80,6 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         port=arguments.port,
         served_model_name=arguments.served_model_name,
         trust_request_chat_template=arguments.trust_request_chat_template,
+        sessions=arguments.sessions,
         allowed_origins=arguments.allowed_origins,
         allow_media=arguments.allow_media,
         allow_media_dir=arguments.allow_media_dir,

@@ -20,6 +20,8 @@ from rollout_engine.batches.rollout_batch import Layout, rollout_batch
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.agents.episode import AgentGroup
+from rollout_engine.rollouts.agents.rows import agent_batch
 from rollout_engine.rollouts.episodes.rows import episode_batch
 from rollout_engine.rollouts.episodes.run import EpisodeGroup
 from rollout_engine.rollouts.log import RolloutLog
@@ -27,7 +29,7 @@ from rollout_engine.rollouts.run import Group
 
 logger = logging.getLogger("rollout_engine")
 
-AnyGroup = Group | EpisodeGroup
+AnyGroup = Group | EpisodeGroup | AgentGroup
 
 OnGroup = Callable[[RolloutBatch], Any]
 """Called with the TensorDict of one group."""
@@ -50,23 +52,30 @@ class GroupBatcher:
         self._fp32_head = info.dtype != "float32" and info.config.fp32_head
         self._quantization = info.config.quantization
         self._has_processors = bool(info.config.logits_processors)
-        self._pad_token_id = _pad_token_id(frontend)
+        self.pad_token_id = _pad_token_id(frontend)
         self._counting = threading.Lock()
 
     def batch(self, groups: Sequence[AnyGroup], layout: Layout) -> RolloutBatch:
         """Make one TensorDict of groups of one rollout, in their order."""
         of_prompts = [group for group in groups if isinstance(group, Group)]
+        of_agents = [each for group in groups if isinstance(group, AgentGroup) for each in group.episodes]
         if of_prompts:
             batch = self._batch_of_prompts(of_prompts, layout)
+        elif of_agents:
+            batch = agent_batch(of_agents, self._frontend.inputs.codec, pad_token_id=self.pad_token_id, layout=layout)
         else:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
-            batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self._pad_token_id, layout=layout)
+            batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self.pad_token_id, layout=layout)
+        return self.describe(batch, [group.params for group in groups], [group.lora for group in groups], layout)
+
+    def describe(
+        self, batch: RolloutBatch, params: Sequence[SamplingParams], adapters: Sequence[str | None], layout: Layout
+    ) -> RolloutBatch:
+        """Note on a batch what it was sampled with, and give hidden states the model's dtype. Returns the batch."""
         if "hidden_states" in batch.keys():
             batch["hidden_states"] = batch["hidden_states"].to(getattr(torch, self._dtype))
-        params = [group.params for group in groups]
         over_support = not self._has_processors and "support" in batch.keys() and all(map(is_over_support, params))
         temperature = _logprob_temperature(params, over_support)
-        adapters = [group.lora for group in groups]
         note = self.note(temperature, adapters, is_packed=layout == "packed")
         sampled = {each.temperature or 1.0 for each in params}
         sampled_temperature = sampled.pop() if len(sampled) == 1 else None
@@ -83,7 +92,7 @@ class GroupBatcher:
         rewards = [group.rewards for group in groups if group.rewards is not None]
         return rollout_batch(
             [group.output for group in groups],
-            pad_token_id=self._pad_token_id,
+            pad_token_id=self.pad_token_id,
             group_ids=[group.index for group in groups],
             columns={name: [group.task.columns[name] for group in groups] for name in groups[0].task.columns},
             rewards=[each.total for each in rewards] or None,
@@ -94,7 +103,7 @@ class GroupBatcher:
 
     def samples(self, group: AnyGroup) -> Iterable[dict[str, Any]]:
         """The samples of a group as `rollout_engine.batches.jsonl` describes them."""
-        if isinstance(group, EpisodeGroup):
+        if isinstance(group, EpisodeGroup | AgentGroup):
             return samples(self.batch([group], "padded"))
         rewards = group.rewards
         total, by_function = (None, {}) if rewards is None else (rewards.total, rewards.by_function)

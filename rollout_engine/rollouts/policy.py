@@ -37,6 +37,7 @@ from rollout_engine.rollouts.evaluation.ledger import Ledger
 from rollout_engine.rollouts.evaluation.report import EvalReport
 from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
+from rollout_engine.rollouts.gateway import GatewayMethods
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
 from rollout_engine.rollouts.log import RolloutLog
 from rollout_engine.rollouts.picture_features import PictureFeatureMethods
@@ -49,7 +50,7 @@ _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
 
 
-class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, BlockingVerbs):
+class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, DistributionMethods, BlockingVerbs):
     """A language model that produces rollouts and follows a trainer's weights.
 
         policy = RolloutPolicy.from_pretrained(path)
@@ -149,7 +150,8 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
                 tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
-            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
+            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`, or
+                `rollout(tasks, params, env=Agent(...))`).
 
         Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
         engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,
@@ -161,7 +163,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
-        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout, gateway=self.gateway)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
@@ -201,7 +203,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
-        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop, gateway=self.gateway)
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child
@@ -328,6 +330,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
             num_samples=num_samples,
             k=ks,
             seed=as_int("seed", seed, 0, MAX_SEED) or 0,
+            gateway=self.gateway,
         )
         with closing(Ledger(out, evaluator.plan, resume=resume)) as ledger:
             evaluator.run(ledger, shown=use_tqdm)

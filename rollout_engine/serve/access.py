@@ -26,7 +26,7 @@ class Guard:
         if access is Access.ADMIN and not self._admin_keys:
             raise HttpProblem(403, "Control is closed: the server was started with --api-key and without --admin-key.")
         allowed = self._admin_keys if access is Access.ADMIN else self._client_keys
-        given = _key_of(headers)
+        given = key_of(headers)
         # All are compared, in constant time: the time that it takes reveals nothing.
         if not sum([hmac.compare_digest(given, key) for key in allowed]):
             which = "the admin key" if access is Access.ADMIN else "the API key"
@@ -71,7 +71,8 @@ class Guard:
             raise HttpProblem(403, message)
 
 
-def _key_of(headers: Mapping[str, str]) -> bytes:
+def key_of(headers: Mapping[str, str]) -> bytes:
+    """The key of a request, as `Authorization: Bearer KEY` or `X-Api-Key`; empty without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip().encode("latin-1", "replace")

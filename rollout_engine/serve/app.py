@@ -5,6 +5,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,9 +20,10 @@ from rollout_engine.serve.http_exchange import EXCHANGE, HttpExchange
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.problems import HttpProblem, problem_body, problem_reply
 from rollout_engine.serve.request_log import REQUEST_ID, logger
-from rollout_engine.serve.route import MANY_BYTES, Asked, Dialect, Events, Reply, Route
+from rollout_engine.serve.route import MANY_BYTES, Access, Asked, Dialect, Events, Reply, Route
 from rollout_engine.serve.routes import ROUTES
 from rollout_engine.serve.served import Served
+from rollout_engine.serve.sessions.paths import read_path
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -132,11 +134,13 @@ class _Answer:
         """Have the handler answer; events are written here. None: the response is sent, or has no reader."""
         if self._scope["method"] == "OPTIONS" and "access-control-request-method" in self._headers:
             return self._app.guard.answer_preflight(self._headers)
-        route = self._app.route(self._scope["path"], self._scope["method"])
+        reached = read_path(self._scope["path"])
+        route = self._app.route(reached.path, self._scope["method"])
         self._dialect = route.dialect
         if self._exchange is not None and self._exchange.is_surplus:
             raise HttpProblem(503, _FULL % self._served.options.max_connections)
-        self._app.guard.check(route.access, self._headers)
+        self._app.guard.check(Access.ANYONE if reached.by_agent else route.access, self._headers)
+        session = self._served.sessions.open(reached.session_id, self._headers) if reached.by_agent else None
         data = await self._read(route)
         if data is None:
             return None
@@ -144,18 +148,25 @@ class _Answer:
         is_slow = len(data) > MANY_BYTES
         body = await run_in_thread(read_body, route, data, query) if is_slow else read_body(route, data, query)
         named = self._served.versions.read(body)
-        asked = Asked(body, self._headers, self._request_id, len(data))
-        del data  # a stream may be open for long
+        asked = Asked(body, self._headers, self._request_id, len(data), path_id=reached.session_id)
         stop_watching = self._watch_client()
         try:
             await self._served.media.read(asked)
-            reply = await route.answer(self._served, asked)
+            answer = (
+                route.answer(self._served, asked)
+                if session is None
+                else session.answer(route, asked, self._served, data)
+            )
+            del data  # a stream may be open for long
+            reply = await answer
             self._served.versions.confirm(named)
             if isinstance(reply, Events):
                 await self._write_events(reply)
                 return None
         finally:
             stop_watching()
+            if session is not None:
+                session.leave()
             self._served.media.release(asked)
         return reply
 
@@ -249,18 +260,23 @@ class _Answer:
             async for event in reply.events:
                 if self._status is None:
                     await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
-                await self._send_event(_encode(event))
+                await self._send_event(event, reply)
         except (Exception, asyncio.CancelledError) as caught:
             is_cancelled = isinstance(caught, asyncio.CancelledError)
             if self._status is None or (is_cancelled and (self._is_gone or not self._served.is_ending)):
                 raise
             problem = HttpProblem(503, _STOPPED) if is_cancelled else caught
             self._problem(problem)
-            await self._send_event(_encode(problem_body(problem, self._dialect)))
-        await self._send_event(b"[DONE]", is_last=True)
+            write = reply.write_problem or partial(problem_body, dialect=self._dialect)
+            await self._send_event(write(problem), reply)
+        last = b"" if reply.are_named else b"data: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_event(self, data: bytes, *, is_last: bool = False) -> None:
-        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": not is_last})
+    async def _send_event(self, event: Any, reply: Events) -> None:
+        name = b"event: %b\n" % event["type"].encode() if reply.are_named else b""
+        await self._send(
+            {"type": "http.response.body", "body": b"%bdata: %b\n\n" % (name, _encode(event)), "more_body": True}
+        )
 
     async def _begin(self, status: int, content_type: str, headers: dict[str, str], length: int | None = None) -> None:
         """Begin the response, whose body has `length` bytes; None: not known yet."""

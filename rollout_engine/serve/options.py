@@ -42,6 +42,9 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     return_tokens_as_token_ids: bool = False
     """Whether log-probs name tokens as "token_id:7" in requests that do not say. Clients that rebuild ids from
     log-probs want it, since texts of tokens are not unique."""
+    separate_reasoning: bool = False
+    """Whether chats give thinking as `reasoning_content`, apart from the content, to requests that do not say
+    (`separate_reasoning`). Responses and messages always have it apart."""
     max_body_bytes: Positive = 32 << 20
     """Longest body of a request, but for those that bring weights."""
     max_weight_bytes: Positive = 64 << 30
@@ -71,6 +74,21 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     apart, for at most a second of computing and 512 MiB. Names of the tokenizer's own templates are always taken."""
     allowed_origins: list[str] = []
     """Web pages whose scripts may call ("https://example.org"). Browsers' requests from any other are refused."""
+
+    sessions: bool = False
+    """Whether to keep sessions of agents, whose requests become training rows (docs/gateway.md)."""
+    max_sessions: Positive = 4_096
+    """Sessions at once. They are deleted when asked for, or `session_seconds` after they stopped to take requests."""
+    session_seconds: Seconds = 3_600.0
+    """How long a session takes requests."""
+    session_tokens: Positive | None = None
+    """Token ids of one session: its prompts, shared prefixes once, and its answers. None: no bound."""
+    session_bytes: Positive = 256 << 20
+    """Approximate memory of one session."""
+    session_turns: Positive = 4_096
+    """Answers of one session."""
+    session_retry_seconds: Seconds = 60.0
+    """How long after its end an answer is given to further copies of its request."""
 
     @property
     def is_loopback(self) -> bool:

@@ -14,7 +14,7 @@ from rollout_engine.base.threads import run_in_thread
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
+Dialect: TypeAlias = Literal["openai", "vllm", "sglang", "anthropic"]
 
 
 LONG_BYTES = 1 << 12
@@ -46,6 +46,12 @@ class Asked(msgspec.Struct):
     """Of the request's body."""
     num_picture_bytes: int = 0
     """That its pictures take, as `MediaReader` counts them."""
+    path_id: str = ""
+    """Of the path, for routes with {id}."""
+    session: Any = None
+    """`SessionCall` of a request that samples in a session; None outside of sessions."""
+    session_name: str = ""
+    """Id of the session that the request belongs to; "" for none."""
 
     @property
     def is_long(self) -> bool:
@@ -69,6 +75,8 @@ class Asked(msgspec.Struct):
     @property
     def session_id(self) -> str | None:
         """Which session of the client this belongs to: a fleet keeps it on one replica, which has its KV."""
+        if self.session_name:
+            return self.session_name
         get = self.headers.get
         rank = get("x-data-parallel-rank")
         by_rank = f"data-parallel-rank-{rank}" if rank else None
@@ -91,11 +99,15 @@ class Reply(msgspec.Struct):
 
 
 class Events(msgspec.Struct):
-    """A response of server-sent events, closed by "[DONE]"."""
+    """A response of server-sent events, closed by "[DONE]" unless they are named."""
 
     events: AsyncIterator[Any]
     """Each is written as JSON."""
     headers: dict[str, str] = {}
+    are_named: bool = False
+    """Whether each is sent under its "type" as the event's name."""
+    write_problem: Callable[[BaseException], Any] | None = None
+    """Makes the event of an error behind other events; None: the body of the error is the event."""
 
 
 Handler: TypeAlias = Callable[..., Awaitable[Reply | Events]]

@@ -8,12 +8,15 @@ their annotations; other fields are refused. Its docstring is the row's line in 
 from typing import Any
 
 from rollout_engine.serve import about, adapters, telemetry, weights
-from rollout_engine.serve.openai import chat, completions, models
+from rollout_engine.serve.anthropic import body as anthropic
+from rollout_engine.serve.anthropic import messages
+from rollout_engine.serve.openai import chat, completions, models, response_body, responses
 from rollout_engine.serve.pooling import embeddings, scores
 from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
 from rollout_engine.serve.pooling.call import PEERS as POOLING_PEERS
 from rollout_engine.serve.route import Access, Dialect, Handler, Route, body_of
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
+from rollout_engine.serve.sessions import handlers as sessions
 from rollout_engine.serve.sglang import control as sglang
 from rollout_engine.serve.sglang import generate as sglang_generate
 from rollout_engine.serve.vllm import control, inference, sequence_logprobs
@@ -50,6 +53,17 @@ ROUTES: tuple[Route, ...] = (
     *_rows("POST", "/v1/completions", "openai", "client", completions.create, "generate",
            body=completions.CompletionBody, **_GENERATION),
     *_rows("POST", "/v1/chat/completions", "openai", "client", chat.create, "generate", body=chat.ChatBody, **_CHAT),
+    *_rows("POST", "/v1/responses", "openai", "client", responses.create, "generate", body=response_body.ResponsesBody,
+           ignored=response_body.IGNORED, neutral=response_body.PEERS),
+    *_rows("POST", "/v1/messages", "anthropic", "client", messages.create, "generate", body=anthropic.MessagesBody,
+           ignored=anthropic.IGNORED, neutral=anthropic.PEERS),
+    *_rows("POST", "/v1/messages/count_tokens", "anthropic", "client", messages.count_tokens,
+           body=anthropic.PromptFields, ignored=anthropic.IGNORED, neutral=anthropic.PEERS),
+    *_rows("POST", "/sessions", "openai", "client", sessions.create_session),
+    *_rows("GET", "/sessions/{id}", "openai", "client", sessions.get_session),
+    *_rows("DELETE", "/sessions/{id}", "openai", "client", sessions.delete_session),
+    *_rows("GET", "/sessions/{id}/rows", "openai", "client", sessions.get_rows),
+    *_rows("POST", "/sessions/{id}/reward", "openai", "client", sessions.set_reward),
     *_rows("POST", "/inference/v1/generate", "vllm", "client", inference.generate, "generate",
            body=inference.InferenceBody, ignored=inference.IGNORED, neutral=inference.PEERS),
     *_rows("POST", "/get_sequence_logprobs", "vllm", "client", sequence_logprobs.score_sequences, "score_candidates",

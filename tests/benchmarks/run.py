@@ -14,6 +14,7 @@ python tests/benchmarks/run.py lora --rounds 7                       what LoRA a
 python tests/benchmarks/run.py structured --rounds 9                 what structured outputs cost
 python tests/benchmarks/run.py int8 --rounds 5                       what weights rounded to int8 gain and cost
 python tests/benchmarks/run.py teachers --rounds 5                   what the columns of a teacher cost
+python tests/benchmarks/run.py gateway --rounds 5                    what sessions add to a request
 
 `--peers vllm` needs an environment made by make_vllm_cpu.sh. Measure on a quiet machine: what other processes use is
 printed and kept with each figure. Results are added to tests/benchmarks/results/<machine>/<date>.json.
@@ -36,6 +37,7 @@ import costs
 import draft_model
 import episodes
 import fleet
+import gateway
 import host
 import http_server
 import hybrids
@@ -247,6 +249,10 @@ def measure_episodes(run: Run) -> None:
             run.keep(name, lambda e=environment: episodes.measure(policy, e, run.rounds))
 
 
+def measure_gateway(run: Run) -> None:
+    run.keep("a request of a session, 64 x 8 turns", lambda: gateway.measure(run.rounds))
+
+
 def measure_http(run: Run) -> None:
     prompts = FreshPrompts(SHAPES["S"]["vocab_size"])
     with run.only("S", ["http", "http_load"]) as workers:
@@ -354,6 +360,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "structured": measure_structured,
     "int8": measure_int8,
     "teachers": measure_teachers,
+    "gateway": measure_gateway,
 }
 
 

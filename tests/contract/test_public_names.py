@@ -85,6 +85,7 @@ SIGNATURES = {
     "RolloutPolicy.collect": "self dataset sampling_params * num_samples groups_per_batch max_staleness max_in_flight",
     "RolloutPolicy.score": "self batch temperature",
     "RolloutPolicy.add_picture_features": "self batch * timeout",
+    "RolloutPolicy.gateway": "self sampling_params * host port",
     "RolloutPolicy.update_weights": "self source",
     "RolloutPolicy.shutdown": "self",
     "advantages.grpo": "rewards group_ids * scale",

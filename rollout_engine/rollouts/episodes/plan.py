@@ -13,10 +13,10 @@ from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.rollouts.episodes.tool_calls import ToolFormat, check_format
 from rollout_engine.rollouts.episodes.tool_functions import ToolFunction, tool_functions, tool_name
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.formats.tool_calls import ToolFormat, check_format
 
 OnRewrite = Literal["refuse", "branch"]
 Opponent = Frontend | Callable[[list[Message]], str]
@@ -32,7 +32,8 @@ class EpisodeOptions(TypedDict, total=False):
 
     env: Any
     """A class or function that makes an environment (`envs_adapters.Env`), the name of one ("family:name"), or the
-    result of `envs_adapters.make_env`. Each episode has an environment of its own."""
+    result of `envs_adapters.make_env`. Each episode has an environment of its own. Or "agent:COMMAND" or an `Agent`: a
+    program or function that talks to the policy over HTTP, whose tasks are the `prompts`."""
     num_episodes: int
     """Starts: each is played `num_samples` times from the same state, which makes a group. 1 unless given."""
     max_turns: int
@@ -126,7 +127,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             max_turns=_count(options, "max_turns", 8),
             max_episode_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
             episode_thinking_budget=budget,
-            episode_timeout=_seconds(options.get("episode_timeout")),
+            episode_timeout=as_seconds(options.get("episode_timeout")),
             on_rewrite=on_rewrite,
             tool_format=tool_format,
             max_in_flight=_count(options, "max_in_flight", _MAX_COUNT),
@@ -141,12 +142,16 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 
         So n starts visit each of n rows once, if an environment plays row `seed % n`.
         """
-        first = self.first_env_seed
-        return (mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED if first is None else first) + group
+        return environment_seed(self.seed, group) if self.first_env_seed is None else self.first_env_seed + group
 
     def episode_seed(self, group: int, member: int) -> int:
         """Seed of an episode's first answer: that of the same sample of the same prompt in `rollout(seed=...)`."""
         return child_seed(mix(self.seed, group), member)
+
+
+def environment_seed(root: int, group: int) -> int:
+    """Seed of the environments of one start, in a rollout whose root of all seeds is `root`."""
+    return mix(root, _ENV_SEEDS) % _MAX_FIRST_SEED + group
 
 
 def _spec(env: Any) -> EnvSpec:
@@ -164,7 +169,8 @@ def _count(options: Mapping[str, Any], name: str, default: int) -> int:
     return as_int(name, options.get(name), 1, _MAX_COUNT) or default
 
 
-def _seconds(value: Any) -> float:
+def as_seconds(value: Any) -> float:
+    """Check `episode_timeout`; None is no limit. Raises `RequestError`."""
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

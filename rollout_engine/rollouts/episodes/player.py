@@ -13,15 +13,11 @@ from rollout_engine.faces.reader import Reader
 from rollout_engine.rollouts.episodes.conversation import Conversation, Turns, rewritten
 from rollout_engine.rollouts.episodes.episode import Ask
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
-from rollout_engine.rollouts.episodes.taught_format import taught_format
-from rollout_engine.rollouts.episodes.tool_calls import (
-    ToolCalls,
-    ToolFormat,
-    opens_thinking,
-    parse_typed_calls,
-)
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
 from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.formats.choose import call_format
+from rollout_engine.text.formats.taught_format import taught_format
+from rollout_engine.text.formats.tool_calls import ToolCalls, ToolFormat
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.text.text_turns import TextTurns
 from rollout_engine.text.tokenizer import TextCodec
@@ -48,6 +44,7 @@ class Player:
         """Tools, as JSON -> the prompts of conversations with these tools."""
         self._has_template = bool(plan.chat.get("chat_template") or self._codec.hf.chat_template)
         self._form = plan.tool_format or self._taught_form()
+        self._reader = None if self._form is None else call_format(self._codec, self._template(), self._form)
         self._require_form(self._all_tools([]))
         self._asked: list[tuple[int, Ask]] = []
         """Episodes whose turns are to be queued."""
@@ -74,11 +71,10 @@ class Player:
 
     def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]) -> ToolCalls:
         """Find the calls in an answer to a prompt that ends with the ids `prompt_end`."""
-        if self._form is None or not (tools or self._plan.tools):
+        if self._reader is None or not (tools or self._plan.tools):
             return ToolCalls()
-        is_thinking = opens_thinking(self._codec.decode(prompt_end))
-        text, schemas = self._codec.decode(sample.token_ids), self._all_tools(tools)
-        return parse_typed_calls(text, self._form, schemas, is_thinking=is_thinking)
+        parts = self._reader.read(sample.token_ids, sample.text, prompt_end=prompt_end, tools=self._all_tools(tools))
+        return ToolCalls(parts.found)
 
     def ask(self, key: int, ask: Ask) -> None:
         """Have the next `queue` ask for an episode's turn."""
@@ -174,7 +170,10 @@ class Player:
     def _taught_form(self) -> ToolFormat | None:
         if not self._has_template:
             return None
-        return taught_format(self._codec, self._plan.chat.get("chat_template"))
+        return taught_format(self._codec, self._template())
+
+    def _template(self) -> str | None:
+        return self._plan.chat.get("chat_template")
 
     def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
         """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""

@@ -101,32 +101,53 @@ def _rows(episode: Episode) -> Iterator[EpisodeRow]:
 
 
 def _output(row: EpisodeRow, codec: TextCodec) -> RequestOutput:
-    """The row as the output of one request whose completion includes the glue, with log-probs 0 and versions -1."""
-    samples = row.row.samples
-    response, episode = row.row.response, row.episode
-    completion = CompletionOutput(
+    episode = row.episode
+    return row_output(
+        row.row,
+        codec,
+        request_id=str(episode.key),
         index=episode.member,
+        finish_reason=_finish_reason(row),
+        seed=episode.turn_seed(row.seat, 0),
+        error=episode.error,
+    )
+
+
+def row_output(
+    row: Row,
+    codec: TextCodec,
+    *,
+    request_id: str,
+    index: int,
+    finish_reason: FinishReason,
+    seed: int,
+    error: str | None = None,
+) -> RequestOutput:
+    """The row as the output of one request whose completion includes the glue, with log-probs 0 and versions -1."""
+    samples, response = row.samples, row.response
+    completion = CompletionOutput(
+        index=index,
         text=_text(response, codec),
         token_ids=response,
         logprobs=_place_values(samples, len(response), "logprobs"),
         top_logprobs=_top_logprobs(samples, len(response)),
         cumulative_logprob=None,
         kept_logprob_mass=_place_values(samples, len(response), "kept_logprob_mass"),
-        finish_reason=_finish_reason(row),
+        finish_reason=finish_reason,
         stop_reason=None,
         version_spans=_spans(samples, len(response)),
-        seed=episode.turn_seed(row.seat, 0),
-        error=episode.error,
-        routed_experts=_routed_experts(samples, len(row.row.prompt) + len(response)),
+        seed=seed,
+        error=error,
+        routed_experts=_routed_experts(samples, len(row.prompt) + len(response)),
         quantization=samples[0][1].quantization if samples else None,
         support=_support(samples, len(response)),
         entropies=_place_values(samples, len(response), "entropies"),
         hidden_states=placed_rows([(start, sample.hidden_states) for start, sample in samples], len(response), 0.0),
         forced=_place_forced(samples, len(response)),
     )
-    prompt = codec.decode(row.row.prompt) if row.row.prompt else ""
-    found = RequestOutput(str(episode.key), prompt, row.row.prompt, None, [completion], True, 0)
-    found.pictures = row.row.pictures
+    prompt = codec.decode(row.prompt) if row.prompt else ""
+    found = RequestOutput(request_id, prompt, row.prompt, None, [completion], True, 0)
+    found.pictures = row.pictures
     return found
 
 

@@ -21,8 +21,8 @@ from rollout_engine.rollouts.episodes.episode import Act, Ask, Consult, Episode,
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.player import Player
-from rollout_engine.rollouts.episodes.tool_calls import ToolCalls
 from rollout_engine.rollouts.episodes.tool_functions import tool_messages
+from rollout_engine.text.formats.tool_calls import ToolCalls
 
 logger = logging.getLogger("rollout_engine")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.taught_format import taught_format
 from rollout_engine.testing import byte_tokenizer
+from rollout_engine.text.formats.taught_format import taught_format
 from rollout_engine.text.tokenizer import TextCodec
 
 LESSON = "{% if tools %}{{ tools | tojson }} Write LESSON.{% endif %}"

@@ -1,0 +1,297 @@
+"""The gateway: agents that speak HTTP to the policy, each in a session, whose conversations become training rows.
+
+    with policy.gateway() as gateway:
+        sessions = [gateway.session(group_id=0) for _ in range(8)]
+        for session in sessions:
+            run_my_agent(session.openai_base_url, session.api_key)
+        batch = gateway.batch(sessions, rewards=[...])
+    advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
+
+The keys of a batch are those of `batches.rollout_batch`, and these; one row for each row of each session.
+
+    key                     shape               meaning
+    ("masks", "turn")       [B, T]              int64; number of the session's answer that wrote a token, -1 elsewhere
+    "session_id"            [B]                 the session's id
+    "episode_id"            [B]                 int64; number of the session among those of the batch
+    "group_id"              [B]                 int64; the session's own if it is an int, else a number for each name;
+                                                sessions without one are a group each
+    "row_index"             [B]                 int64; number of the row in its session
+    "parent_row"            [B]                 int64; number of the row that it branches from, -1 for none
+    "began"                 [B]                 why it began: `rollout_engine.sessions.branches.Reason`
+    "num_turns"             [B]                 int64; answers that the row sampled
+    ("rewards", "turn")     [B, most turns]     float32; the reward of the row at its last answer, 0 elsewhere
+    ("next", "reward")      [B, 1]              float32; the session's reward, or the row's own; only with rewards
+    "messages"              [B]                 the row's conversation as the agent has it
+
+The other keys of episodes (`rollouts.episodes.rows`) are there with the values of an episode that its agent ended.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import torch
+from tensordict import NonTensorStack
+
+from rollout_engine.base.errors import RequestError
+from rollout_engine.base.outputs import FinishReason
+from rollout_engine.base.sampling_params import SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.batches.rollout_batch import Layout, rollout_batch
+from rollout_engine.batches.summary import RolloutBatch
+from rollout_engine.faces.verb_methods import Face
+from rollout_engine.rollouts.episodes.conversation import Row
+from rollout_engine.rollouts.episodes.rows import row_output
+from rollout_engine.rollouts.groups import GroupBatcher
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.server import HttpServer
+from rollout_engine.serve.sessions.call import check_forced
+from rollout_engine.serve.sessions.handlers import addresses
+from rollout_engine.sessions.errors import SessionNotFoundError
+from rollout_engine.sessions.rows import SessionRow
+from rollout_engine.sessions.session import Session
+from rollout_engine.text.tokenizer import TextCodec
+
+_DRAWS = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling params that are forced even if they are the defaults: agents ask for draws of their own."""
+
+
+class GatewaySession:
+    """One agent's session: the addresses for its requests, and the rows that these make."""
+
+    def __init__(self, gateway: "Gateway", session: Session, url: str) -> None:
+        self._gateway, self._session = gateway, session
+        found = addresses(session, url)
+        self.id: str = found["id"]
+        self.api_key: str = found["api_key"]
+        """Key of this session alone. It reaches neither rows nor rewards."""
+        self.openai_base_url: str = found["openai_base_url"]
+        """For OpenAI's clients: chat and responses."""
+        self.anthropic_base_url: str = found["anthropic_base_url"]
+        self.group_id = session.group_id
+
+    def rows(self) -> list[SessionRow]:
+        """The training rows so far."""
+        return self._session.rows()
+
+    def reward(self, reward: float, row: int | None = None) -> None:
+        """Set the reward of the session, or of one of its rows. Raises `RequestError`."""
+        self._session.set_reward(reward, row)
+
+    @property
+    def total_reward(self) -> float | None:
+        """The session's reward; None: not set."""
+        return self._session.reward
+
+    def close(self) -> None:
+        """Delete the session: its rows are gone, and its requests are cancelled. May be called again."""
+        self._gateway.delete(self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class Gateway:
+    """A server for agents, on a thread of its own; `RolloutPolicy.gateway` makes one."""
+
+    def __init__(self, policy: Face, sampling: Mapping[str, Any], options: ServeOptions) -> None:
+        self._policy, self._sampling = policy, dict(sampling)
+        self._batcher = GroupBatcher(policy.frontend)
+        self._server = HttpServer(policy, options).start()
+        self._sessions = self._server.app.served.sessions
+        self.options = options
+        """Those of its server; `api_key` and `admin_key` were drawn unless given."""
+
+    @property
+    def url(self) -> str:
+        """URL of the server, for example "http://127.0.0.1:8000"."""
+        return self._server.url
+
+    def session(
+        self,
+        group_id: int | str | None = None,
+        *,
+        sampling_params: SamplingLike | None = None,
+        seconds: float | None = None,
+        tokens: int | None = None,
+    ) -> GatewaySession:
+        """Make a session for one run of an agent.
+
+        Args:
+            group_id: equal for sessions that are samples of one task, whose rewards are compared.
+            sampling_params: params of every request in place of the gateway's, over those that the agent asks for. With
+                a seed, request k is drawn as turn k of an episode with that seed.
+            seconds, tokens: bounds below those of the server.
+
+        Raises `RequestError` for bounds beyond the server's, and `RetryableError` at `max_sessions`.
+        """
+        now, registry = time.monotonic(), self._sessions.registry
+        for late in registry.end_late(now):
+            self.delete(late)
+        sampling = self._sampling if sampling_params is None else forced_fields(sampling_params)
+        made = registry.create(now=now, group_id=group_id, sampling=sampling, seconds=seconds, tokens=tokens)
+        return GatewaySession(self, made, self.url)
+
+    def batch(
+        self,
+        sessions: Sequence[GatewaySession],
+        rewards: Sequence[float] | None = None,
+        *,
+        layout: Layout = "padded",
+    ) -> RolloutBatch:
+        """The rows of sessions as one TensorDict, session by session, with the keys of the table above.
+
+        `rewards`: one for each session; None: those that were set, if all were. A session without answers has no
+        row. Raises `RequestError` if no session has one, and if some sessions have a reward and others have none.
+        """
+        if rewards is not None:
+            if len(rewards) != len(sessions):
+                raise RequestError.for_field("rewards", list(rewards), f"one for each of {len(sessions)} sessions")
+            for session, reward in zip(sessions, rewards, strict=True):
+                session.reward(float(reward))
+        rows = [(index, row) for index, session in enumerate(sessions) for row in session.rows()]
+        if not rows:
+            raise RequestError.for_field("sessions", f"{len(sessions)} sessions", "some with an answer of the policy")
+        codec = self._policy.frontend.inputs.codec
+        assert codec is not None, "sessions need a tokenizer"
+        batch = _batch(sessions, rows, codec, pad_token_id=self._batcher.pad_token_id, layout=layout)
+        params = [each for _, row in rows for each in row.params]
+        return self._batcher.describe(batch, params, [each for _, row in rows for each in row.adapters], layout)
+
+    def delete(self, session_id: str) -> None:
+        """Delete a session, if there still is one of this id."""
+        try:
+            self._sessions.delete(session_id)
+        except SessionNotFoundError:
+            pass
+
+    def close(self) -> None:
+        """Stop the server. Its sessions stay readable here. May be called again."""
+        self._server.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class GatewayMethods(Face):
+    """Methods of a policy for agents that speak HTTP."""
+
+    def gateway(
+        self, sampling_params: SamplingLike | None = None, *, host: str = "127.0.0.1", port: int = 0, **options: Any
+    ) -> Gateway:
+        """Start a server for agents; their conversations become training rows, token by token (docs/gateway.md).
+
+        Args:
+            sampling_params: params of every request of every session, over those that agents ask for. A
+                `SamplingParams` forces temperature, top_p, top_k and min_p, and its fields that are not the defaults; a
+                dictionary forces the params that it has.
+            host, port: the address to listen on; 0: a port that is free.
+            options: further fields of `ServeOptions`. Keys are drawn unless given: an agent has that of its session.
+
+        Raises `ConfigError` as `HttpServer` does, and for options that do not fit.
+        """
+        self.frontend.require_running("gateway")
+        forced = {} if sampling_params is None else forced_fields(sampling_params)
+        keys = {name: secrets.token_urlsafe(32) for name in ("api_key", "admin_key")}
+        return Gateway(self, forced, ServeOptions(host=host, port=port, **{**keys, **options, "sessions": True}))
+
+
+def forced_fields(given: SamplingLike) -> dict[str, Any]:
+    """The sampling params that a session forces on its requests. Raises `RequestError`."""
+    if isinstance(given, dict):
+        return check_forced(given)
+    values, default = msgspec.structs.asdict(as_sampling_params(given)), SamplingParams()
+    changed = [name for name, each in values.items() if name in _DRAWS or each != getattr(default, name)]
+    return check_forced({name: values[name] for name in changed})
+
+
+def _batch(
+    sessions: Sequence[GatewaySession],
+    rows: Sequence[tuple[int, SessionRow]],
+    codec: TextCodec,
+    *,
+    pad_token_id: int,
+    layout: Layout,
+) -> RolloutBatch:
+    groups = _group_ids([session.group_id for session in sessions])
+    members = [groups[:index].count(group) for index, group in enumerate(groups)]
+    given = [row.reward for _, row in rows]
+    if None in given and any(each is not None for each in given):
+        bound = "set for every session, or for none"
+        raise RequestError.for_field("rewards", given, bound, "Give rewards=, or call session.reward of each.")
+    outputs = [
+        row_output(
+            Row(row.prompt_token_ids, row.response, row.turns, row.samples),
+            codec,
+            request_id=f"{row.session_id}-{row.row}",
+            index=members[index],
+            finish_reason=_finish_reason(row),
+            seed=row.samples[0][1].seed,
+        )
+        for index, row in rows
+    ]
+    batch = rollout_batch(
+        outputs,
+        pad_token_id=pad_token_id,
+        group_ids=[groups[index] for index, _ in rows],
+        rewards=None if None in given else [[float(each)] for each in given if each is not None],
+        turns=[np.array(row.turns, np.int64) for _, row in rows],
+        layout=layout,
+    )
+    _add_ends(batch, [row for _, row in rows])
+    for name, values in (
+        ("episode_id", [index for index, _ in rows]),
+        ("row_index", [row.row for _, row in rows]),
+        ("parent_row", [row.parent_row for _, row in rows]),
+        ("seat", [0 for _ in rows]),
+    ):
+        batch[name] = torch.tensor(values, dtype=torch.int64)
+    batch["session_id"] = NonTensorStack(*(row.session_id for _, row in rows))
+    batch["began"] = NonTensorStack(*(row.began for _, row in rows))
+    batch["messages"] = NonTensorStack(*(row.messages for _, row in rows))
+    return batch
+
+
+def _add_ends(batch: RolloutBatch, rows: Sequence[SessionRow]) -> None:
+    """Add the keys of ends and of turns that batches of episodes have: a session ends when its agent does."""
+    ends = [max(row.turns, default=-1) + 1 for row in rows]
+    rewards = torch.zeros(len(rows), max(ends), dtype=torch.float32)
+    for index, row in enumerate(rows):
+        rewards[index, ends[index] - 1] = row.reward or 0.0
+    batch["rewards", "turn"] = rewards
+    batch["num_turns"] = torch.tensor([len(row.samples) for row in rows], dtype=torch.int64)
+    cut = torch.tensor([_finish_reason(row) != "stop" for row in rows]).unsqueeze(-1)
+    batch["next", "terminated"], batch["next", "truncated"] = torch.ones_like(cut), torch.zeros_like(cut)
+    batch["next", "done"], batch["truncated"] = torch.ones_like(cut), cut
+    for name, value in (("ended_by", "terminated"), ("error", None)):
+        batch[name] = NonTensorStack(*(value for _ in rows))
+    batch["info"] = NonTensorStack(*({} for _ in rows))
+
+
+def _group_ids(given: Sequence[int | str | None]) -> list[int]:
+    """A number for each session: equal ones for equal names, the ints themselves."""
+    free = max((each for each in given if isinstance(each, int)), default=-1) + 1
+    numbers: dict[Any, int] = {}
+    found = []
+    for index, each in enumerate(given):
+        key = ("alone", index) if each is None else each
+        if isinstance(key, int):
+            found.append(key)
+            continue
+        if key not in numbers:
+            numbers[key] = free + len(numbers)
+        found.append(numbers[key])
+    return found
+
+
+def _finish_reason(row: SessionRow) -> FinishReason:
+    return row.samples[-1][1].finish_reason or "abort"

@@ -1,0 +1,143 @@
+"""Requests of a session that are sent again: one answer for all copies, sampled once.
+
+    first copy ──> Answer (a task of its own) ──> handler ──> engine
+    others     ──> the same Answer, also for some seconds after its end
+
+An answer is cancelled once no copy waits for it: its clients have left. One that failed is not kept.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from msgspec import structs
+
+from rollout_engine.serve.problems import HttpProblem
+from rollout_engine.serve.route import Events, Reply
+from rollout_engine.sessions.messages import Key
+
+_MAX_KEPT = 16
+"""Ended answers that are kept for a session."""
+
+
+class Answer:
+    """One answer, whole or as events, and the number of requests that wait for it."""
+
+    def __init__(self, make: Callable[[], Awaitable[Reply | Events]]) -> None:
+        self.waiters = 0
+        self.ended_at: float | None = None
+        """When it was complete; None: it runs, or it failed."""
+        self._make = make
+        self._reply: Reply | Events | None = None
+        self._events: list[Any] = []
+        self._readers: list[asyncio.Future[None]] = []
+        self.task = asyncio.ensure_future(self._run())
+        self.task.add_done_callback(self._end)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no more copies of the request may have it."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    async def _run(self) -> None:
+        self._reply = await self._make()
+        if isinstance(self._reply, Events):
+            self._wake_readers()
+            async for event in self._reply.events:
+                self._events.append(event)
+                self._wake_readers()
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled():
+            task.exception()  # else asyncio logs it, if all readers have left
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        for reader in self._readers:
+            if not reader.done():
+                reader.set_result(None)
+        self._readers.clear()
+
+    async def read(self) -> Reply | Events:
+        """The response. Raises the error of the handler."""
+        while self._reply is None and not self.task.done():
+            await self._wait()
+        if self._reply is None:
+            self._raise()
+        if isinstance(self._reply, Events):
+            return structs.replace(self._reply, events=self._read_events())
+        while not self.task.done():
+            await self._wait()
+        self._raise()
+        assert self._reply is not None, "it has been made"
+        return self._reply
+
+    async def _read_events(self) -> AsyncIterator[Any]:
+        index = 0
+        while True:
+            while index < len(self._events):
+                yield self._events[index]
+                index += 1
+            if self.task.done():
+                self._raise()
+                return
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait for the next event, or the end."""
+        reader = asyncio.get_running_loop().create_future()
+        self._readers.append(reader)
+        await reader
+
+    def _raise(self) -> None:
+        if self.task.cancelled():
+            raise HttpProblem(404, "The session was deleted while this request ran.")
+        self.task.result()
+
+
+class Retries:
+    """The answers of one session by the digests of their requests."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: how long an answer is kept after its end."""
+        self._seconds = seconds
+        self._answers: dict[Key, Answer] = {}
+
+    def join(self, key: Key, make: Callable[[], Awaitable[Reply | Events]], now: float) -> Answer:
+        """The answer of an earlier copy of a request, or a new one, which `make` begins. `leave` it afterwards."""
+        self.forget_late(now)
+        found = self._answers.get(key)
+        if found is None or found.has_failed:
+            found = self._answers[key] = Answer(make)
+        found.waiters += 1
+        return found
+
+    def leave(self, key: Key, answer: Answer, now: float) -> None:
+        """A request has its answer, or its client has left."""
+        answer.waiters -= 1
+        if answer.task.done():
+            if answer.has_failed and self._answers.get(key) is answer:
+                del self._answers[key]
+            elif answer.ended_at is None:
+                answer.ended_at = now
+        elif not answer.waiters:
+            answer.task.cancel()
+            if self._answers.get(key) is answer:
+                del self._answers[key]
+
+    def forget_late(self, now: float) -> None:
+        """Forget answers that ended long ago, and the oldest of too many."""
+        ended = [(key, each.ended_at) for key, each in self._answers.items() if each.ended_at is not None]
+        num_surplus = len(ended) - _MAX_KEPT
+        for index, (key, ended_at) in enumerate(ended):
+            if ended_at is not None and (index < num_surplus or ended_at + self._seconds <= now):
+                del self._answers[key]
+
+    def close(self) -> None:
+        """Cancel all that runs and forget the rest."""
+        for answer in self._answers.values():
+            answer.task.cancel()
+        self._answers.clear()
+
+    def __len__(self) -> int:
+        return len(self._answers)

@@ -1,0 +1,101 @@
+"""Prompts of a session's requests: new conversations, and conversations that continue behind sampled ids."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rollout_engine.base.errors import RequestError
+from rollout_engine.sessions.forest import Turn
+from rollout_engine.sessions.messages import Key, Messages, digest
+from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.tokenizer import TextCodec
+
+_MAX_KEPT = 64
+_OPENS = ("add_generation_prompt", "continue_final_message")
+
+
+class OwnIds(msgspec.Struct):
+    """The ids of a prompt behind those of the turn that it continues."""
+
+    token_ids: list[int]
+    new_messages: Messages
+    shown: str
+
+
+class ChatPrompts:
+    """The prompts of conversations under one chat template, its options and tools."""
+
+    def __init__(self, codec: TextCodec, options: Mapping[str, Any], most: int | None = None) -> None:
+        """`options`: as in `ChatOptions`. `most`: the longest prompt, in tokens."""
+        self._codec, self._options, self._most = codec, dict(options), most
+        tools = self._options.get("tools")
+        self.key: tuple[Key, Key] = digest(tools), digest({**self._options, "tools": None})
+        """(digest of the tools, of the other options)."""
+        self._turns: ChatTurns | None = None
+        if not any(self._options.get(name) is not None for name in _OPENS):
+            try:
+                self._turns = ChatTurns(codec, **self._options)
+            except RequestError:  # the template does not write answers as they are: no turn continues another
+                self._turns = None
+
+    def new(self, messages: Messages) -> OwnIds:
+        """The prompt of a conversation as the template writes it. Raises `RequestError`."""
+        text = self._codec.chat_prompt(messages, **self._options)
+        return OwnIds(self._codec.encode(text, add_special_tokens=False, most=self._most), messages, text)
+
+    def text(self, messages: Messages) -> str:
+        """The template's text of a conversation. Raises `RequestError`."""
+        return self._codec.render_chat(messages, **self._options)
+
+    def after(self, turn: Turn, new: Messages) -> OwnIds | None:
+        """The ids from a turn's answer to the next one, if `new` messages stand between them.
+
+        None if the template cannot continue behind the sampled ids: it writes earlier turns differently.
+        """
+        turns = self._turns
+        if turns is None or not new:
+            return None
+        before = _as_sampled(turns, turn)
+        try:
+            shown = turn.shown if turn.shown is not None else turns.text(before)
+            now = turns.text([*before, turns.message(turn.said), *new])
+            has_ended = turn.sample.finish_reason == "stop"
+            ids = turns.between(shown, now, turn.said, turn.sample.token_ids, has_ended=has_ended)
+        except RequestError:  # rewritten, or refused in this form: the caller renders the messages as given
+            return None
+        return OwnIds(ids, new, now)
+
+    def said(self, token_ids: list[int]) -> str:
+        """The text of an answer without its end tokens."""
+        return self._codec.decode(self._codec.without_end(token_ids)) if token_ids else ""
+
+
+def _as_sampled(turns: ChatTurns, turn: Turn) -> Messages:
+    """The conversation of a turn's prompt, earlier answers as they were sampled."""
+    found: Messages = []
+    for each in turn.chain():
+        found += each.new_messages
+        if each is not turn:
+            found.append(turns.message(each.said))
+    return found
+
+
+class PromptCache:
+    """`ChatPrompts` by their options; making one renders several conversations."""
+
+    def __init__(self, codec: TextCodec, most: int | None = None) -> None:
+        """`most`: the longest prompt, in tokens."""
+        self._codec, self._most = codec, most
+        self._kept: dict[Key, ChatPrompts] = {}
+
+    def find(self, options: Mapping[str, Any]) -> ChatPrompts:
+        """The prompts under these options. Raises `RequestError`."""
+        key = digest(options)
+        found = self._kept.get(key)
+        if found is None:
+            found = ChatPrompts(self._codec, options, self._most)
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            self._kept[key] = found
+        return found

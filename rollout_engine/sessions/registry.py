@@ -1,0 +1,103 @@
+"""All sessions of one server. Any thread may call it."""
+
+import heapq
+import hmac
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_engine.base.errors import RequestError, RetryableError
+from rollout_engine.sessions.errors import SessionNotFoundError
+from rollout_engine.sessions.limits import SessionLimits
+from rollout_engine.sessions.session import Session
+
+_ID_BYTES, _KEY_BYTES = 16, 32
+_NO_KEY = secrets.token_urlsafe(_KEY_BYTES)
+
+
+class Sessions:
+    """Sessions by their ids, which cannot be guessed."""
+
+    def __init__(self, max_sessions: int, limits: SessionLimits) -> None:
+        """`limits`: of each session; it may be given fewer seconds and tokens."""
+        self._max_sessions, self._limits = max_sessions, limits
+        self._sessions: dict[str, Session] = {}
+        self._late: list[tuple[float, str]] = []
+        """A heap of (when a session is deleted at the latest, its id)."""
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def create(
+        self,
+        *,
+        now: float,
+        group_id: int | str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
+        tokens: int | None = None,
+    ) -> Session:
+        """Make a session. Raises `RequestError` for bounds above the server's, `RetryableError` at `max_sessions`."""
+        limits = self._limits
+        if seconds is not None and not 0 < seconds <= limits.seconds:
+            raise RequestError.for_field("seconds", seconds, f"above 0 and at most {limits.seconds:g}")
+        most = limits.tokens
+        if tokens is not None and (tokens < 1 or (most is not None and tokens > most)):
+            raise RequestError.for_field("tokens", tokens, "at least 1" + (f" and at most {most}" if most else ""))
+        limits = SessionLimits(seconds or limits.seconds, tokens or most, limits.num_bytes, limits.turns)
+        made = Session(
+            secrets.token_urlsafe(_ID_BYTES),
+            secrets.token_urlsafe(_KEY_BYTES),
+            limits=limits,
+            now=now,
+            group_id=group_id,
+            sampling=sampling,
+        )
+        with self._lock:
+            if len(self._sessions) >= self._max_sessions:
+                what = f"There are max_sessions={self._max_sessions} sessions"
+                raise RetryableError(f"{what}: delete those that are read (DELETE /sessions/ID), then try again.")
+            self._sessions[made.id] = made
+            heapq.heappush(self._late, (made.ends_at + limits.seconds, made.id))
+        return made
+
+    def find(self, session_id: str) -> Session:
+        """The session of an id. Raises `SessionNotFoundError`."""
+        found = self._sessions.get(session_id)
+        if found is None:
+            raise SessionNotFoundError
+        return found
+
+    def open(self, session_id: str, key: str) -> Session:
+        """The session of an id and its key. Raises `SessionNotFoundError`, alike for a wrong id and a wrong key."""
+        found = self._sessions.get(session_id)
+        expected = _NO_KEY if found is None else found.api_key
+        is_right = hmac.compare_digest(key.encode("utf-8", "replace"), expected.encode())
+        if found is None or not is_right:
+            raise SessionNotFoundError
+        return found
+
+    def delete(self, session_id: str) -> None:
+        """Forget a session and all that it holds. Raises `SessionNotFoundError`."""
+        with self._lock:
+            found = self._sessions.pop(session_id, None)
+            if len(self._late) > 2 * len(self._sessions) + 16:
+                self._late = [each for each in self._late if each[1] in self._sessions]
+                heapq.heapify(self._late)
+        if found is None:
+            raise SessionNotFoundError
+        found.delete()
+
+    def end_late(self, now: float) -> list[str]:
+        """Delete the sessions that ended long ago, and return their ids."""
+        late: list[str] = []
+        with self._lock:
+            while self._late and self._late[0][0] <= now:
+                _, session_id = heapq.heappop(self._late)
+                if session_id in self._sessions:
+                    late.append(session_id)
+        for session_id in late:
+            self.delete(session_id)
+        return late

@@ -1,0 +1,189 @@
+"""The gateway: scripted agents over HTTP, and the rows of their sessions as a batch, token by token."""
+
+import asyncio
+from collections import Counter
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from rollout_engine import RolloutPolicy, SamplingParams, exact
+from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.batches import advantages
+from rollout_engine.serve.app import App
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.sessions.errors import SessionNotFoundError
+from rollout_engine.testing import tiny_checkpoint, tiny_model
+
+from .scripted_agents import TEMPLATE, ScriptedAgent, whole_answer
+
+HELLO = [{"role": "user", "content": "hello"}]
+OPTIONS = dict(max_model_len=1024, num_kv_blocks=1024, chat_template=TEMPLATE, log_stats=False, seed=3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("gateway"))
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint):
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gateway(policy):
+    with policy.gateway(SamplingParams(temperature=1.0), max_sessions=4_096) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return exact.enable(tiny_model())
+
+
+def play(gateway, sessions, num_steps):
+    """Run an agent in each session, in process; returns the agents."""
+
+    async def run():
+        app = gateway._server.app
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), timeout=600) as client:
+            agents = []
+            for seed, session in enumerate(sessions):
+                headers = {"authorization": f"Bearer {session.api_key}"}
+
+                async def post(body, url=f"{session.openai_base_url}/chat/completions", headers=headers):
+                    response = await client.post(url, json=body, headers=headers)
+                    assert response.status_code == 200, response.text
+                    return whole_answer(response.text) if body["stream"] else response.json()
+
+                agents.append(ScriptedAgent(post, seed))
+            for start in range(0, len(agents), 16):
+                await asyncio.gather(*(agent.play(num_steps) for agent in agents[start : start + 16]))
+            return agents
+
+    return asyncio.run(run())
+
+
+def sampled_by(choice):
+    """An answer as its client has it: ids of prompt and answer, and log-probs."""
+    logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+    return tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"]), tuple(logprobs)
+
+
+def sampled_in(rows):
+    """The answers in rows, as `sampled_by`."""
+    for row in rows:
+        assert sum(row.mask) == sum(len(sample.token_ids) for _, sample in row.samples)
+        for start, sample in row.samples:
+            span = slice(start, start + len(sample.token_ids))
+            assert all(row.mask[span]) and len(set(row.turns[span])) == 1
+            prompt = row.prompt_token_ids + row.response[:start]
+            yield tuple(prompt), tuple(row.response[span]), tuple(sample.logprobs.tolist())
+
+
+@pytest.mark.parametrize("count, num_steps", [(12, 6), pytest.param(1_000, 10, marks=pytest.mark.slow)])
+def test_rows_of_agents_are_the_engines_own(gateway, trainer, count, num_steps):
+    sessions = [gateway.session(group_id=index % 4) for index in range(count)]
+    agents = play(gateway, sessions, num_steps)
+    reasons = Counter()
+    for agent, session in zip(agents, sessions, strict=True):
+        rows = session.rows()
+        reasons.update(row.began for row in rows)
+        assert Counter(sampled_in(rows)) == Counter(map(sampled_by, agent.answered.values())), agent.steps
+        for row in rows:
+            assert row.parent_row < row.row
+            assert row.parent_row >= 0 or row.began in ("start", "parallel")
+    assert reasons["start"] >= count and {"rollback", "edited", "trimmed", "sample", "new_system"} <= set(reasons)
+    for start in range(0, count, 50):
+        some = sessions[start : start + 50]
+        batch = gateway.batch(some, rewards=[float(index % 3) for index in range(len(some))])
+        report = exact.check(batch, model=trainer)
+        num_sampled = sum(sum(row.mask) for session in some for row in session.rows())
+        assert report.is_exact and report.num_tokens == num_sampled and report.num_mixed == 0, report
+        for session in some:
+            session.close()
+
+
+def test_sessions_of_a_group_are_its_samples(gateway):
+    sessions = [gateway.session(group_id="task") for _ in range(3)]
+    alone = gateway.session()
+    for index, session in enumerate([*sessions, alone]):
+        with openai.OpenAI(base_url=session.openai_base_url, api_key=session.api_key, max_retries=0) as client:
+            for question in ["a", "b"][: 1 + index % 2]:
+                messages = [{"role": "user", "content": question}]
+                client.chat.completions.create(model="default", messages=messages, max_tokens=3, temperature=0.1)
+    batch = gateway.batch([*sessions, alone], rewards=[1.0, 0.0, 0.5, 9.0])
+    ids = [each.id for each in (sessions[0], sessions[1], sessions[1], sessions[2], alone, alone)]
+    assert batch["session_id"].tolist() == ids and batch["group_id"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch["episode_id"].tolist() == [0, 1, 1, 2, 3, 3] and batch["sample_index"].tolist() == [0, 1, 1, 2, 0, 0]
+    assert batch["parent_row"].tolist() == [-1, -1, 0, -1, -1, 0] and batch["row_index"].tolist() == [0, 0, 1, 0, 0, 1]
+    assert batch["began"].tolist() == ["start", "start", "edited", "start", "start", "edited"]
+    found = advantages.grpo(batch["next", "reward"], batch["group_id"], scale=False).squeeze(-1).tolist()
+    assert np.allclose(found, [0.5, -0.5, -0.5, 0.0, 0.0, 0.0]), "a session counts once, and its rows share"
+    packed = gateway.batch(sessions, layout="packed")
+    assert packed["cu_seqlens"].shape == (5,) and packed["next", "reward"].squeeze(-1).tolist() == [1.0, 0.0, 0.0, 0.5]
+    with pytest.raises(RequestError, match="rewards"):
+        gateway.batch([sessions[0], gateway.session()], rewards=[1.0])
+    with pytest.raises(RequestError, match="answer"):
+        gateway.batch([gateway.session()])
+
+
+def test_an_update_during_a_session_shows_in_its_versions(checkpoint):
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as policy, policy.gateway() as gateway:
+        session, messages = gateway.session(), HELLO
+        with openai.OpenAI(base_url=session.openai_base_url, api_key=session.api_key) as client:
+            for seed in range(2):
+                answer = client.chat.completions.create(model="default", messages=messages, max_tokens=4, seed=seed)
+                messages = [*messages, answer.choices[0].message.model_dump(), *HELLO]
+                policy.update_weights(tiny_model(seed=seed + 1))
+        batch = gateway.batch([session], rewards=[1.0])
+        versions = batch["policy_version"][batch["masks", "all_assistant_mask"]].tolist()
+        assert sorted(set(versions)) == [0, 1] and batch["began"].tolist() == ["start"]
+        assert exact.check(batch, model=exact.enable(tiny_model(seed=1))).num_tokens >= 1
+
+
+def test_keys_and_lives_of_sessions(policy):
+    with policy.gateway() as gateway:
+        session = gateway.session()
+        with httpx2.Client(base_url=gateway.url, headers={"x-api-key": session.api_key}) as agent:
+            for path in ("/v1/chat/completions", f"/sessions/{session.id}/reward", "/sessions"):
+                assert agent.post(path, json={}).status_code == 401
+            assert agent.get(f"/sessions/{session.id}/rows").status_code == 401
+        with session:
+            assert session.rows() == [] and session.total_reward is None
+            session.reward(1.0)
+            assert session.total_reward == 1.0
+        session.close()
+        with pytest.raises(SessionNotFoundError):
+            gateway._sessions.registry.find(session.id)
+    with pytest.raises(ConfigError):
+        policy.gateway(no_such_option=1)
+    with pytest.raises(RequestError):
+        policy.gateway({"n": 2})
+
+
+def test_kv_of_earlier_turns_is_found(policy):
+    app = App(policy, ServeOptions(sessions=True))
+    known = computed = 0
+
+    async def run():
+        nonlocal known, computed
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            session = (await client.post("/sessions", json={})).json()
+            headers, messages, before = {"x-api-key": session["api_key"]}, [], 0
+            for turn in range(8):
+                messages.append({"role": "user", "content": f"{turn} " + "words " * 12})
+                body = {"messages": messages, "max_tokens": 24, "seed": turn, "ignore_eos": True}
+                url = f"{session['openai_base_url']}/chat/completions"
+                answer = (await client.post(url, json=body, headers=headers)).json()
+                messages.append(answer["choices"][0]["message"])
+                usage = answer["usage"]
+                known += before
+                computed += max(0, before - usage["prompt_tokens_details"]["cached_tokens"])
+                before = usage["total_tokens"]
+
+    asyncio.run(run())
+    assert known > 2_000 and computed <= 0.05 * known, (computed, known)
