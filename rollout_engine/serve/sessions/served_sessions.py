@@ -60,7 +60,9 @@ class ServedSessions:
     def delete(self, session_id: str) -> None:
         """Forget a session; its requests are cancelled. Raises `SessionNotFoundError`. Any thread may call it."""
         self.registry.delete(session_id)
-        if self._loop is not None and not self._loop.is_closed():
+        if self._loop is None or self._loop.is_closed():
+            self._forget(session_id)  # nothing runs that it could disturb
+        else:
             self._loop.call_soon_threadsafe(self._forget, session_id)
 
     def retries_of(self, session: Session) -> Retries:
