@@ -20,6 +20,8 @@ from rollout_engine.sessions.prompts import PromptCache
 from rollout_engine.sessions.registry import Sessions
 from rollout_engine.sessions.session import Session
 
+_ATTEMPT = "x-stainless-retry-count"
+"""Header in which OpenAI's and Anthropic's clients count the attempts of a request, from 0."""
 _OFF = "This server keeps no sessions: start it with --sessions."
 
 
@@ -102,7 +104,8 @@ class SessionRequest:
         key = await asked.read_fields(_digest_of, route.path, asked.headers.get("idempotency-key"), data)
         del data
         retries = self._owner.retries_of(self.session)
-        answer = retries.join(key, lambda: self._run(route, asked, served), time.monotonic())
+        is_new = asked.headers.get(_ATTEMPT) == "0"
+        answer = retries.join(key, lambda: self._run(route, asked, served), time.monotonic(), is_new=is_new)
         self._leave = lambda: retries.leave(key, answer, time.monotonic())
         return await answer.read()
 

@@ -143,6 +143,27 @@ def test_copies_of_a_request_are_answered_once(agents, session):
     assert all(response.status_code == 200 for response in others)
 
 
+def test_equal_requests_that_are_first_attempts_are_answered_each(agents, session):
+    async def send_attempts():
+        transport = httpx2.ASGITransport(agents.app)
+        headers = {"authorization": f"Bearer {session['api_key']}"}
+        body = {name: value for name, value in CHAT.items() if name != "seed"}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+
+            async def attempt(number):
+                header = {"x-stainless-retry-count": number}
+                return (await client.post(path_of(session), json=body, headers=header)).json()
+
+            first = await asyncio.gather(*(attempt("0") for _ in range(3)))
+            return first, [await attempt("1"), await attempt("2")], await attempt("0")
+
+    first, copies, last = asyncio.run(send_attempts())
+    assert len({each["id"] for each in [*first, last]}) == 4 and agents.held(session).num_turns == 4
+    assert [each["id"] for each in copies] == [first[-1]["id"]] * 2, "copies get the newest answer"
+    assert [row["began"] for row in agents.rows(session)] == ["start", "parallel", "parallel", "rollback"]
+    assert len(agents.app.served.sessions._retries[session["id"]]) == 1
+
+
 def test_a_streamed_answer_is_repeated_as_it_was(agents, session):
     body = CHAT | {"stream": True}
     first, again = agents.chat(session, body).text, agents.chat(session, body).text
