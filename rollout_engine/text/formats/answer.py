@@ -99,8 +99,17 @@ class AnswerFormat(Protocol):
     ) -> AnswerStream:
         """Begin to read an answer as it is sampled; arguments as in `read`."""
 
-    def write(self, thinking: str, text: str) -> str | None:
-        """An answer with thinking, then words, as the family writes it, tags included; None if it has no thinking."""
+    def write(self, thinking: str | None, text: str) -> str | None:
+        """An answer with thinking, then words, as the family writes it; None if it knows no thinking."""
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        """An answer that is these calls, if models write them otherwise than chat templates do; None: they do not."""
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """The text of an answer with its tags, without the token that ended it."""
+
+    def has_tags(self, token_ids: Sequence[int]) -> bool:
+        """Whether any of these tokens is a tag."""
 
     def new_call_id(self, name: str, index: int) -> str:
         """An id for the call of a tool, the conversation's number `index`, as the family's template takes them."""

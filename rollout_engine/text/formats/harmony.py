@@ -9,6 +9,7 @@ A message with a recipient is a call, whichever channel it is in; `analysis` is 
 recipient is read before or behind the channel.
 """
 
+import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from rollout_engine.text.formats.call_reader import Schemas, first_of
 from rollout_engine.text.formats.json_calls import MAX_CALL_CHARACTERS, MAX_CALLS, MAX_PROBLEM_CHARACTERS
 from rollout_engine.text.formats.tool_arguments import parse_json
 from rollout_engine.text.formats.tool_calls import PROMPT_END
-from rollout_engine.text.formats.transcript import MARK, Transcript, find_tags
+from rollout_engine.text.formats.transcript import MARK, Transcript, find_tags, written_text
 from rollout_engine.text.formats.words import Words
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -80,10 +81,24 @@ class HarmonyFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return HarmonyStream(self, transcript, self._header_of(prompt_end), finds_calls=tools is not None)
 
-    def write(self, thinking: str, text: str) -> str | None:
+    def write(self, thinking: str | None, text: str) -> str | None:
         """See `AnswerFormat.write`."""
-        thought = f"<|channel|>analysis<|message|>{thinking}<|end|><|start|>assistant"
+        thought = "" if thinking is None else f"<|channel|>analysis<|message|>{thinking}<|end|><|start|>assistant"
         return f"{thought}<|channel|>final<|message|>{text}" if text else thought
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        """See `AnswerFormat.write_calls`: the recipient stands behind the channel."""
+        head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+        written = [head.format(call.name, json.dumps(call.arguments)) for call in calls]
+        return "<|start|>assistant".join(written)
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """See `AnswerFormat.written`."""
+        return written_text(self._codec, self._ids, token_ids)
+
+    def has_tags(self, token_ids: Sequence[int]) -> bool:
+        """See `AnswerFormat.has_tags`."""
+        return any(token_id in self._ids for token_id in token_ids)
 
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""

@@ -8,7 +8,7 @@ from rollout_engine.base.tool_call import ToolCall
 from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 from rollout_engine.text.formats.call_reader import CallReader, Found, Schemas, first_of
 from rollout_engine.text.formats.tool_calls import MAX_CALLS, PROMPT_END, opens_thinking
-from rollout_engine.text.formats.transcript import Spell, Transcript, find_tags
+from rollout_engine.text.formats.transcript import Spell, Transcript, find_tags, written_text
 from rollout_engine.text.formats.words import Words, join_words
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -78,11 +78,25 @@ class TaggedFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return TaggedStream(self, transcript, self.is_opened(prompt_end), tools)
 
-    def write(self, thinking: str, text: str) -> str | None:
+    def write(self, thinking: str | None, text: str) -> str | None:
         """See `AnswerFormat.write`."""
+        if thinking is None:
+            return text
         if self._plain is None:
             return None
         return f"{self._plain.opening}\n{thinking}\n{self._plain.closing}\n\n{text}"
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        """See `AnswerFormat.write_calls`."""
+        return None
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """See `AnswerFormat.written`."""
+        return written_text(self._codec, self._ids, token_ids)
+
+    def has_tags(self, token_ids: Sequence[int]) -> bool:
+        """See `AnswerFormat.has_tags`."""
+        return any(token_id in self._ids for token_id in token_ids)
 
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""

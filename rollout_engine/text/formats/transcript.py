@@ -32,6 +32,14 @@ def find_tags(codec: TextCodec, tags: Iterable[str]) -> tuple[Spell, dict[int, s
     return spell, ids
 
 
+def written_text(codec: TextCodec, tags: Mapping[int, str], token_ids: Sequence[int]) -> str:
+    """The text of an answer with its tags, without the special tokens at its end that are no tags."""
+    end = len(token_ids)
+    while end and token_ids[end - 1] not in tags and codec.special_text(token_ids[end - 1]) is not None:
+        end -= 1
+    return codec.decode(list(token_ids[:end]))
+
+
 class Transcript:
     """The text of an answer so far; ids are added as they are sampled."""
 
