@@ -38,6 +38,8 @@ from rollout_engine.rollouts.evaluation.report import EvalReport
 from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
+from rollout_engine.rollouts.journal.identity import open_group_journal
+from rollout_engine.rollouts.journal.journal import JournalOptions
 from rollout_engine.rollouts.log import RolloutLog
 from rollout_engine.rollouts.picture_features import PictureFeatureMethods
 from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
@@ -241,6 +243,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         teachers: Sequence[Teacher] = (),
         teacher_top_k: TopK = None,
         layout: Layout = "padded",
+        journal: str | os.PathLike[str] | JournalOptions | None = None,
         **chat: Unpack[ChatOptions],
     ) -> RolloutCollector:
         """Return an iterator over batches of finished groups, which keeps unfinished ones in flight between batches.
@@ -268,6 +271,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
             on_group, log_to, teachers, teacher_top_k: as in `rollout`; rewards and teachers are awaited by `next`.
+            journal: a directory that keeps the run: the same call continues it in another process (docs/durable.md).
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
         the errors of `rollout`, except that groups cut short by an abort are started again.
         """
@@ -279,7 +283,10 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
             columns_of.check([as_sampling_params(sampling_params)], None)
         arguments = RolloutArguments(*given, None, lora_request, chat, columns_of)
         control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
-        state = (row_tasks(arguments), control, self._listeners(on_group, log_to, lora_request))
+        row_tasks(arguments)  # checks them before the journal is opened
+        listeners = self._listeners(on_group, log_to, lora_request)
+        groups, arguments = open_group_journal(self, arguments, journal)
+        state = (row_tasks(arguments), control, listeners, groups)
         return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
 
     def evaluate(
