@@ -285,7 +285,7 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
         row_tasks(arguments)  # checks them before the journal is opened
         listeners = self._listeners(on_group, log_to, lora_request)
-        groups, arguments = open_group_journal(self, arguments, journal)
+        groups, arguments = open_group_journal(self.frontend, arguments, journal)
         state = (row_tasks(arguments), control, listeners, groups)
         return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
 
