@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Self, Unpack
 
 from tensordict import TensorDict
@@ -27,7 +28,7 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
-from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end
+from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end, tell_once
 from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
 from rollout_engine.rollouts.distributions import DistributionMethods
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
@@ -213,7 +214,8 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
                     raise no_thread("rollout", problem) from problem
                 for group in await asyncio.shield(step):
                     if any(listeners):
-                        await run_in_thread(self._batcher.tell, listeners, group, layout)
+                        tell = partial(self._batcher.tell, listeners, layout=layout)
+                        await run_in_thread(tell_once, run, group, tell)
                     self._batcher.count_staleness([group])
                     batch = self._batcher.batch([group], layout)
                     yield await run_in_thread(with_teachers, columns_of, batch, [group]) if teachers else batch
