@@ -80,6 +80,16 @@ def run_to_end(run: AnyRun, tell: Callable[[Any], None], *, shown: bool) -> list
             for group in run.advance():
                 groups.append(group)
                 bar.update(group.num_tokens)
-                tell(group)
+                tell_once(run, group, tell)
             bar.count(lambda: run.num_open_tokens)
     return sorted(groups, key=lambda group: group.index)
+
+
+def tell_once(run: AnyRun, group: Any, tell: Callable[[Any], None]) -> None:
+    """Pass a group to `tell`, unless a journal notes that an earlier process did."""
+    tape = run.tape if isinstance(run, EpisodeRun) else None
+    if tape is None:
+        tell(group)
+    elif not tape.is_told(group.index):
+        tell(group)
+        tape.note_told(group.index)
