@@ -178,7 +178,8 @@ class Session:
         with self._lock:
             self.is_deleted = True
             self._forest, self._num_sample_bytes, self.num_tokens = Forest(), 0, 0
-            self._open.clear(), self._row_rewards.clear()
+            self._open.clear()
+            self._row_rewards.clear()
 
     def _find(self, prompts: ChatPrompts, messages: Messages, keys: list[Key]) -> Found:
         """The request's conversation; missing thinking is overlooked if the template does not show it anyway."""
