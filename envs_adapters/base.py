@@ -23,25 +23,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from rollout_engine.base.tool_call import BrokenCall, ToolCall
+
 Message: TypeAlias = dict[str, Any]
 """{"role": "user", "content": "..."}, as chat templates take it."""
 Messages: TypeAlias = str | Sequence[Message]
 """Text is one user message; if the tokenizer has no chat template, it is appended as it is."""
 Placement: TypeAlias = Literal["threads", "processes"]
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool that an answer asks for."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class BrokenCall(msgspec.Struct, frozen=True):
-    """A part of an answer that was meant as a call, and is none."""
-
-    text: str
-    problem: str
 
 
 class Action(msgspec.Struct, frozen=True):

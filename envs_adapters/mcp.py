@@ -17,10 +17,11 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from envs_adapters.base import Action, Message, Messages, Observation, ToolCall, load
+from envs_adapters.base import Action, Message, Messages, Observation, load
 from envs_adapters.mcp_server import ServerCommand, ServerGone, ToolServer
 from envs_adapters.rows import Rows, check_function, read_rows, row_of
 from rollout_engine.base.errors import ConfigError, refused, unknown_name
+from rollout_engine.base.tool_call import ToolCall
 
 TRAITS: dict[str, Any] = {}
 

@@ -5,6 +5,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -259,18 +260,23 @@ class _Answer:
             async for event in reply.events:
                 if self._status is None:
                     await self._begin(200, _EVENTS_TYPE, {**reply.headers, "cache-control": "no-cache"})
-                await self._send_event(_encode(event))
+                await self._send_event(event, reply)
         except (Exception, asyncio.CancelledError) as caught:
             is_cancelled = isinstance(caught, asyncio.CancelledError)
             if self._status is None or (is_cancelled and (self._is_gone or not self._served.is_ending)):
                 raise
             problem = HttpProblem(503, _STOPPED) if is_cancelled else caught
             self._problem(problem)
-            await self._send_event(_encode(problem_body(problem, self._dialect)))
-        await self._send_event(b"[DONE]", is_last=True)
+            write = reply.write_problem or partial(problem_body, dialect=self._dialect)
+            await self._send_event(write(problem), reply)
+        last = b"" if reply.are_named else b"data: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_event(self, data: bytes, *, is_last: bool = False) -> None:
-        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": not is_last})
+    async def _send_event(self, event: Any, reply: Events) -> None:
+        name = b"event: %b\n" % event["type"].encode() if reply.are_named else b""
+        await self._send(
+            {"type": "http.response.body", "body": b"%bdata: %b\n\n" % (name, _encode(event)), "more_body": True}
+        )
 
     async def _begin(self, status: int, content_type: str, headers: dict[str, str], length: int | None = None) -> None:
         """Begin the response, whose body has `length` bytes; None: not known yet."""

@@ -52,6 +52,20 @@ _TYPES = {
 }
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class HttpProblem(Exception):
     """A request that the server itself refuses."""
 
@@ -74,8 +88,12 @@ def problem_body(problem: BaseException, dialect: Dialect) -> dict[str, Any]:
     vLLM's clients read `error.message`, SGLang's also `message` at the top, and its weight verbs `success`.
     """
     status = status_of(problem)
+    message = str(problem) if isinstance(problem, RolloutEngineError | HttpProblem) else "Internal error."
+    if dialect == "anthropic":
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     said = {
-        "message": str(problem) if isinstance(problem, RolloutEngineError | HttpProblem) else "Internal error.",
+        "message": message,
         "type": _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError"),
         "param": getattr(problem, "field", None) or None,
         "code": status,

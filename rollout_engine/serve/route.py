@@ -14,7 +14,7 @@ from rollout_engine.base.threads import run_in_thread
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Dialect: TypeAlias = Literal["openai", "vllm", "sglang"]
+Dialect: TypeAlias = Literal["openai", "vllm", "sglang", "anthropic"]
 
 
 LONG_BYTES = 1 << 12
@@ -99,11 +99,15 @@ class Reply(msgspec.Struct):
 
 
 class Events(msgspec.Struct):
-    """A response of server-sent events, closed by "[DONE]"."""
+    """A response of server-sent events, closed by "[DONE]" unless they are named."""
 
     events: AsyncIterator[Any]
     """Each is written as JSON."""
     headers: dict[str, str] = {}
+    are_named: bool = False
+    """Whether each is sent under its "type" as the event's name."""
+    write_problem: Callable[[BaseException], Any] | None = None
+    """Makes the event of an error behind other events; None: the body of the error is the event."""
 
 
 Handler: TypeAlias = Callable[..., Awaitable[Reply | Events]]

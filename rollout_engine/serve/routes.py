@@ -8,7 +8,9 @@ their annotations; other fields are refused. Its docstring is the row's line in 
 from typing import Any
 
 from rollout_engine.serve import about, adapters, telemetry, weights
-from rollout_engine.serve.openai import chat, completions, models
+from rollout_engine.serve.anthropic import body as anthropic
+from rollout_engine.serve.anthropic import messages
+from rollout_engine.serve.openai import chat, completions, models, response_body, responses
 from rollout_engine.serve.pooling import embeddings, scores
 from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
 from rollout_engine.serve.pooling.call import PEERS as POOLING_PEERS
@@ -51,6 +53,12 @@ ROUTES: tuple[Route, ...] = (
     *_rows("POST", "/v1/completions", "openai", "client", completions.create, "generate",
            body=completions.CompletionBody, **_GENERATION),
     *_rows("POST", "/v1/chat/completions", "openai", "client", chat.create, "generate", body=chat.ChatBody, **_CHAT),
+    *_rows("POST", "/v1/responses", "openai", "client", responses.create, "generate", body=response_body.ResponsesBody,
+           ignored=response_body.IGNORED, neutral=response_body.PEERS),
+    *_rows("POST", "/v1/messages", "anthropic", "client", messages.create, "generate", body=anthropic.MessagesBody,
+           ignored=anthropic.IGNORED, neutral=anthropic.PEERS),
+    *_rows("POST", "/v1/messages/count_tokens", "anthropic", "client", messages.count_tokens,
+           body=anthropic.PromptFields, ignored=anthropic.IGNORED, neutral=anthropic.PEERS),
     *_rows("POST", "/sessions", "openai", "client", sessions.create_session),
     *_rows("GET", "/sessions/{id}", "openai", "client", sessions.get_session),
     *_rows("DELETE", "/sessions/{id}", "openai", "client", sessions.delete_session),

@@ -6,8 +6,6 @@ from functools import cached_property
 
 from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.faces.async_llm import AsyncLLM
-from rollout_engine.rollouts.episodes.taught_format import taught_format
-from rollout_engine.rollouts.episodes.tool_calls import ToolFormat
 from rollout_engine.serve.media.reader import MediaReader
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.pending_update import PendingUpdate
@@ -16,6 +14,10 @@ from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
 from rollout_engine.serve.sessions.served_sessions import ServedSessions
 from rollout_engine.serve.version_names import VersionNames
+from rollout_engine.text.formats.answer import AnswerFormat
+from rollout_engine.text.formats.choose import answer_format
+from rollout_engine.text.formats.taught_format import taught_format
+from rollout_engine.text.formats.tool_calls import ToolFormat
 from rollout_engine.text.request_templates import RequestTemplates
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -93,6 +95,11 @@ class Served:
     def tool_format(self) -> ToolFormat | None:
         """The form of tool calls that the tokenizer's chat template teaches. Raises `RequestError` if there is none."""
         return taught_format(self.codec, None)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """The format of answers under the tokenizer's chat template; None if it teaches neither thinking nor calls."""
+        return answer_format(self.codec)
 
     def check_model(self, name: str | None) -> None:
         """Raise `HttpProblem` 404 for a model that is not served here. None and "" mean the one that is."""

@@ -13,6 +13,7 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.sessions.branches import reason_of
 from rollout_engine.sessions.errors import SessionEndedError
 from rollout_engine.sessions.forest import Forest, Found, Turn
+from rollout_engine.sessions.known_responses import KnownResponses
 from rollout_engine.sessions.limits import SessionLimits
 from rollout_engine.sessions.messages import Key, Messages, keys_of
 from rollout_engine.sessions.prompts import ChatPrompts, OwnIds
@@ -71,6 +72,8 @@ class Session:
         """Requests so far."""
         self.num_tokens = 0
         """Token ids of prompts and answers, shared prefixes once."""
+        self.known_responses = KnownResponses()
+        """Responses that later requests may name, on the event loop."""
         self.reward: float | None = None
         self._row_rewards: dict[int, float] = {}
         self._forest = Forest()
@@ -178,6 +181,7 @@ class Session:
         with self._lock:
             self.is_deleted = True
             self._forest, self._num_sample_bytes, self.num_tokens = Forest(), 0, 0
+            self.known_responses = KnownResponses()
             self._open.clear()
             self._row_rewards.clear()
 

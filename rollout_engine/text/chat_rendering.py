@@ -8,12 +8,14 @@ role and question, with the conversation that raised it.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.text.picture_parts import is_picture, without_images
+from rollout_engine.text.reasoning_keys import ReasoningKeys, reasoning_keys, with_reasoning
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -24,7 +26,6 @@ _MAX_KNOWN = 256
 """Templates, or roles of one, that are remembered: requests may bring both, so all are forgotten beyond this number."""
 _MAX_ROLES = 32
 """Different roles in one conversation: each new one costs renderings of it all."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _INSTEAD = {
     "developer": "Give it as 'system', or a chat_template that writes it.",
     "tool": "Give it as 'user', or a chat_template that writes it.",
@@ -40,6 +41,7 @@ class ChatRenderer:
         """(template, role) -> whether the template reads the parts of such messages."""
         self._parts_alone: dict[tuple[str, str], bool] = {}
         """(template, role) -> whether it reads parts, and leaves out content that is a text."""
+        self._reasoning = ReasoningKeys()
         self._written: dict[str, set[tuple[str, str]]] = {}
         """Template -> roles and keys of messages that are known to reach the text."""
 
@@ -61,13 +63,12 @@ class ChatRenderer:
         messages = without_images(messages)
         variables = chat_template_kwargs or {}
         template = self.find_template(chat_template, tools)
-        self._warn_of_unread(template, [*variables, *_reasoning_keys(messages)])
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
-        def render(shown: Messages) -> str:
+        def write(shown: Messages, key: str | None = None) -> str:
             return str(
                 self._hf.apply_chat_template(
-                    shown,
+                    with_reasoning(shown, key),
                     tools=tools,
                     chat_template=chat_template,
                     add_generation_prompt=opens,
@@ -77,6 +78,9 @@ class ChatRenderer:
                 )
             )
 
+        key = self._reasoning.find(template, messages, write)
+        self._warn_of_unread(template, [*variables, *([] if key else reasoning_keys(messages))])
+        render = partial(write, key=key)
         shown = self._with_parts_as_read(template, messages, render)
         shown = self._with_texts_as_parts(template, shown, render)
         try:
@@ -170,11 +174,6 @@ def _require_few_roles(messages: Messages) -> None:
     roles = {each["role"] for each in messages}
     if len(roles) > _MAX_ROLES:
         raise RequestError.for_field("messages", f"{len(roles)} roles", f"a conversation of at most {_MAX_ROLES} roles")
-
-
-def _reasoning_keys(messages: Messages) -> list[str]:
-    """The keys by which messages give thinking apart from their content."""
-    return list(dict.fromkeys(key for each in messages if len(each) > 2 for key in _REASONING if key in each))
 
 
 def _is_in_order(messages: Messages, text: str) -> bool:

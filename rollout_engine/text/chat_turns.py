@@ -64,9 +64,9 @@ class ChatTurns:
             what = f"The chat template does not write an answer as it is: {_ANSWER!r} becomes {closed!r}"
             raise RequestError(f"{what}. Give chat_template= with one that does.", field="chat_template")
         self._base_text = closed[: closed.index(_ANSWER) + len(_ANSWER)]
-        self._closing = closed[len(self._base_text) :]
+        self.closing = closed[len(self._base_text) :]
         """The end of an answer that is the last message."""
-        self._is_split = self._begins_with_a_token(self._closing)
+        self._is_split = self._begins_with_a_token(self.closing)
         """Whether the text after an answer is encoded to the same ids without the text before it."""
         self._opening = self._unwritten_opening()
 
@@ -138,11 +138,11 @@ class ChatTurns:
         else:
             text = self._text_after(shown, now, [said, self._codec.decode(kept)])
         end = self._codec.decode(list(sampled[len(kept) :]))
-        if end and self._closing.startswith(end) and not text.startswith(end):
+        if end and self.closing.startswith(end) and not text.startswith(end):
             text = self._text_from(end, text, said)
-        elif end and has_ended and not self._closing.startswith(end):
+        elif end and has_ended and not self.closing.startswith(end) and not text.startswith(end):
             self._codec.warn_once(
-                f"Answers end with {end!r}, and the chat template closes them by {self._closing!r}: earlier turns have "
+                f"Answers end with {end!r}, and the chat template closes them by {self.closing!r}: earlier turns have "
                 "both, since what was sampled is never changed. A policy that serves under this template should sample "
                 "its end: give stop= or stop_token_ids= of that, or a chat_template= that closes by the sampled one."
             )

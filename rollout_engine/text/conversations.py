@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.text.picture_parts import as_picture_part, hint_of_other_part, is_picture
+from rollout_engine.text.reasoning_keys import KEYS
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 """Keys that make a dictionary a prompt rather than a message."""
@@ -68,6 +69,7 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
 
     Content is a str, or a list of {"type": "text", "text": ...} and of pictures. Arguments of tool calls are objects.
     Keys whose value is None are left out, and so is an empty "tool_calls": templates ask whether a key is there.
+    Content may be absent next to tool calls or thinking ("reasoning_content").
     """
     if not isinstance(value, list | tuple) or not value:
         raise RequestError.for_field("messages", value, "a list of at least one message")
@@ -115,7 +117,7 @@ def _as_message(message: Any, field: str) -> dict[str, Any]:
     calls = _tool_calls(message.get("tool_calls"), f"{field}['tool_calls']")
     if calls:
         kept["tool_calls"] = calls
-    if content is None and calls:
+    if content is None and (calls or any(isinstance(kept.get(key), str) for key in KEYS)):
         return {**kept, "content": ""}
     if "content" not in message:
         raise RequestError.for_field(field, dict(message), "a message with 'content'")

@@ -109,6 +109,10 @@ class TextCodec:
             end -= 1
         return list(token_ids[:end])
 
+    def special_text(self, token_id: int) -> str | None:
+        """The text of a special token, which decoding can leave out; None for any other token."""
+        return self._added[token_id] if token_id in self._special else None
+
     def has_template(self, name: str) -> bool:
         """Whether the tokenizer has a chat template of this name."""
         return isinstance(self.hf.chat_template, dict) and name in self.hf.chat_template

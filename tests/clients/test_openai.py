@@ -48,6 +48,43 @@ def test_streams_say_what_whole_answers_say(client):
     assert "".join(texts) == said
 
 
+def saying(text):
+    """A response that is this text."""
+    extra = {"guided_choice": [text], "seed": 1}
+    return {"model": "tiny", "input": "hello", "max_output_tokens": 200, "extra_body": extra}
+
+
+def test_responses_say_the_same_whole_and_streamed(client):
+    answer = client.responses.create(**saying("<think>hm</think>good day"))
+    assert answer.output_text == "good day" and answer.output[0].content[0].text == "hm"
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")
+    with client.responses.stream(**saying("<think>hm</think>good day")) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(texts) == final.output_text == "good day" and len(texts) > 1
+    assert final.output[0].content[0].text == "hm"
+
+
+def test_a_response_calls_a_tool_and_reads_its_result(client):
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    asked = {**saying(call), "tools": [tool]}
+    [item] = client.responses.create(**asked).output
+    assert (item.type, item.name, item.arguments) == ("function_call", "add", '{"a": 1}')
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "2"}
+    said = [{"role": "user", "content": "hello"}, item, result]
+    assert client.responses.create(**{**asked, "input": said}).status == "completed"
+    with client.responses.stream(**asked) as stream:
+        [final] = stream.get_final_response().output
+    assert (final.name, final.arguments) == ("add", '{"a": 1}')
+
+
+def test_a_response_that_was_not_kept_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="not stored") as caught:
+        client.responses.create(**saying("good"), previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
 def test_many_at_once_are_what_each_is_alone(url, client):
     async def ask():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as asker:

@@ -18,6 +18,8 @@ PROMPT = [5, 6, 7]
 _BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 4, "seed": 3, "return_token_ids": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 3},
+    "/v1/responses": {"input": [{"role": "user", "content": "hello"}], "max_output_tokens": 4, "seed": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 4},
     "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "seed": 3, "logprobs": 1}},
     "/generate": {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "sampling_seed": 3}},
     "/tokenize": {"prompt": "hello"},

@@ -194,6 +194,43 @@ def test_a_picture_has_the_same_bits_in_every_dialect(http, expected):
     assert [each[0] for each in first["meta_info"]["output_token_logprobs"]] == logprobs
 
 
+def test_a_picture_has_the_same_bits_in_responses_and_messages(http, host, expected):
+    prompt_ids, token_ids, _ = expected
+    options = {"temperature": 0, "return_token_ids": True}
+    text, encoded = "What is it?", base64.b64encode(PICTURE).decode()
+    for url in (data_url(PICTURE), f"http://{host}/a.png"):
+        parts = [{"type": "input_image", "detail": "auto", "image_url": url}, {"type": "input_text", "text": text}]
+        body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 6, **options}
+        answer = ask(http, "/v1/responses", body)
+        assert (answer["prompt_token_ids"], answer["token_ids"]) == (prompt_ids, token_ids)
+    sources = [
+        {"type": "base64", "media_type": "image/png", "data": encoded},
+        {"type": "url", "url": f"http://{host}/a.png"},
+    ]
+    for source in sources:
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+        body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 6, **options}
+        answer = ask(http, "/v1/messages", body)
+        assert (answer["prompt_token_ids"], answer["token_ids"]) == (prompt_ids, token_ids)
+        count = ask(http, "/v1/messages/count_tokens", {"messages": body["messages"]})
+        assert count == {"input_tokens": len(prompt_ids)}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": sources[0]}]}
+    messages = [{"role": "user", "content": "Look."}, {"role": "user", "content": [result]}]
+    assert ask(http, "/v1/messages", {"messages": messages, "max_tokens": 1})["content"] is not None
+
+
+def test_a_picture_of_a_message_that_cannot_be_read_is_named(http):
+    place = "messages[0]['content'][0]['source']"
+    for source, said in (
+        ({"type": "base64", "media_type": "image/png", "data": "????"}, f"{place}['data']"),
+        ({"type": "base64", "media_type": "image/png"}, f"{place}['data']=None"),
+        ({"type": "url", "url": "http://elsewhere.example/a.png"}, f"{place}['url']"),
+    ):
+        body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], "max_tokens": 1}
+        response = http.post("/v1/messages", json=body)
+        assert response.status_code in (400, 403) and said in response.json()["error"]["message"]
+
+
 def test_scores_of_ids_at_the_places_of_a_prompt_see_its_pictures(http, expected):
     prompt_ids, token_ids, _ = expected
     body = {"input_ids": prompt_ids, "image_data": [data_url(PICTURE)], "return_logprob": True, "logprob_start_len": 0}

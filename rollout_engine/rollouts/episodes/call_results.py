@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from envs_adapters.base import Message, ToolCall
+from envs_adapters.base import Message
 from rollout_engine.base.errors import unknown_name
-from rollout_engine.rollouts.episodes.tool_calls import ToolCalls
+from rollout_engine.base.tool_call import ToolCall
+from rollout_engine.text.formats.tool_calls import ToolCalls
 
 Maker: TypeAlias = Literal["rollout", "functions", "step"]
 """Makers of calls, in order: the rollout, for its own tools; the environment's functions; its `step`, for tools that it

@@ -6,16 +6,17 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from envs_adapters.base import Action, Message, Observation, ToolCall
+from envs_adapters.base import Action, Message, Observation
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.seeds import mix
+from rollout_engine.base.tool_call import ToolCall
 from rollout_engine.batches.reward_functions import is_reward
 from rollout_engine.rollouts.episodes.call_results import CallResults, Maker
 from rollout_engine.rollouts.episodes.conversation import Conversation
-from rollout_engine.rollouts.episodes.tool_calls import PROMPT_END, ToolCalls
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
+from rollout_engine.text.formats.tool_calls import PROMPT_END, ToolCalls
 
 EndedBy: TypeAlias = Literal[
     "terminated", "truncated", "max_turns", "max_episode_tokens", "max_prompt_pictures", "episode_timeout", "error"

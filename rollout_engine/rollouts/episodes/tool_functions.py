@@ -11,9 +11,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from envs_adapters.base import Message, ToolCall
+from envs_adapters.base import Message
 from rollout_engine.base.errors import ConfigError, StepDeadlineError, error_text, refused, unknown_name
 from rollout_engine.base.structs import arguments_struct
+from rollout_engine.base.tool_call import ToolCall
 
 _MAX_CHARACTERS = 1 << 18
 """Most characters of the text that a call returns: several of them fit into one observation."""

@@ -36,6 +36,9 @@ class Source(NamedTuple):
 
 def sources_of(body: Any) -> list[Source]:
     """The pictures of a body. Raises `RequestError` for one that is not named by a text."""
+    find_pictures = getattr(body, "find_pictures", None)  # of a dialect whose parts have a form of their own
+    if find_pictures is not None:
+        return list(find_pictures())
     return [
         *_in_messages(getattr(body, "messages", None)),
         *_in_multi_modal_data(getattr(body, "multi_modal_data", None)),
@@ -48,10 +51,11 @@ def _in_messages(messages: Any) -> Iterator[Source]:
         content = message.get("content") if isinstance(message, dict) else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in PART_KINDS:
-                yield _in_part(part, f"messages[{i}]['content'][{j}]")
+                yield source_of_part(part, f"messages[{i}]['content'][{j}]")
 
 
-def _in_part(part: dict[str, Any], field: str) -> Source:
+def source_of_part(part: dict[str, Any], field: str) -> Source:
+    """The picture of a part of one of `PART_KINDS`. Raises `RequestError`."""
     key = "image" if part["type"] == "image" else "image_url"
     _check_keys(part, field)
     value, field = part.get(key), f"{field}['{key}']"

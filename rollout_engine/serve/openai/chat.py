@@ -1,13 +1,16 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.base.threads import run_in_thread
-from rollout_engine.serve.call import Call, GenerationFields, salt_of
-from rollout_engine.serve.generation import Generation
+from rollout_engine.serve.call import GenerationFields, salt_of
+from rollout_engine.serve.chat.answers import AnswerReader, join_pieces
+from rollout_engine.serve.chat.call import Answer, ChatCall, write_calls
+from rollout_engine.serve.chat.request import ChatRequest, must_show_tools, without_hidden_tools
+from rollout_engine.serve.chat.tools import RequestTools
 from rollout_engine.serve.openai.logprobs import chat_logprobs
 from rollout_engine.serve.openai.prompt_rows import prompt_rows
 from rollout_engine.serve.openai.shapes import (
@@ -17,13 +20,13 @@ from rollout_engine.serve.openai.shapes import (
     sglang_metadata,
     total_usage,
 )
-from rollout_engine.serve.openai.tools import ToolParser
-from rollout_engine.serve.request_templates import brings_template, chat_options, with_rendered_text
+from rollout_engine.serve.request_templates import brings_template, chat_options
 from rollout_engine.serve.route import Asked, Events, Reply
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.serve.served import Served
 from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns, once_followed
 from rollout_engine.text.conversations import as_messages
+from rollout_engine.text.formats.answer import AnswerParts, AnswerStream
 
 
 class ChatBody(GenerationFields, kw_only=True):
@@ -40,6 +43,8 @@ class ChatBody(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    separate_reasoning: bool | None = None
+    """Give thinking as `reasoning_content`, apart from the content; None: the server's own way."""
     required_prefix_token_ids: list[int] | None = None
     """The conversation so far as it was sampled: the prompt is these ids, and behind them the messages after the last
     answer. No answer is tokenized again."""
@@ -49,43 +54,52 @@ async def create(served: Served, asked: Asked) -> Reply | Events:
     """Answer a conversation."""
     body: ChatBody = asked.body
     lora = await served.adapter_of(body.model)
-    asks_template = bool(body.tools) and not _must_show_tools(body)
+    asks_template = bool(body.tools) and not must_show_tools(body.tool_choice)
     renders = asks_template or body.required_prefix_token_ids is not None  # a conversation, several times
-    call = await (run_in_thread if renders else asked.read_fields)(_ChatCall, served, asked, lora)
+    call = await (run_in_thread if renders else asked.read_fields)(_OpenAIChat, served, asked, lora)
     return await call.answer()
 
 
-class _ChatCall(Call):
-    settings: Settings
-
+class _OpenAIChat(ChatCall):
     def __init__(self, served: Served, asked: Asked, lora: str | None) -> None:
-        super().__init__(served, asked, lora)
         body: ChatBody = asked.body
         self._body, self._id = body, f"chatcmpl-{body.request_id or asked.request_id}"
-        self._samples: dict[int, list[CompletionOutput]] = {}
-        """Index of a sample -> its parts that were streamed."""
         self._first_fields: dict[str, Any] = {}
         """Further fields of the first event."""
-        if brings_template(served, body.chat_template) and body.required_prefix_token_ids is not None:
-            bound = "absent with required_prefix_token_ids: later turns are rendered by the tokenizer's own template"
-            raise RequestError.for_field("chat_template", body.chat_template, bound)
-        if asked.has_pictures and body.required_prefix_token_ids is not None:
-            bound = "absent from conversations with pictures"
-            hint = "Send the sampled ids as token_ids to /inference/v1/generate, with multi_modal_data."
-            raise RequestError.for_field("required_prefix_token_ids", body.required_prefix_token_ids[:8], bound, hint)
-        self._tools = ToolParser.of(served, body.tools, body.tool_choice, body.chat_template)
-        self.settings = _settings(served, body, self._tools)
-        self._options = _options(served, body)
-        self.prompts = [] if asked.session is not None else [_prompt(served, body, self._options)]
-
-    async def start(self, generation: Generation) -> None:
-        must_show_tools, session = _must_show_tools(self._body), self.asked.session
-        if session is not None:
-            given = self._body.messages, self._options, self.settings
-            prompt, self.settings = await session.begin(*given, lora=self.lora)
-            self.prompts = [prompt | salt_of(self._body)]
-        self.prompts = [await with_rendered_text(self.served, self.prompts[0], must_show_tools=must_show_tools)]
-        await super().start(generation)
+        _check_prefix(served, asked)
+        tools = RequestTools.of(served, body.tools, body.tool_choice, body.chat_template)
+        settings = _settings(served, body, tools)
+        options = without_hidden_tools(served, body.messages, chat_options(body), body.tool_choice)
+        request = ChatRequest(
+            messages=body.messages,
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            options=options,
+            settings=settings,
+            stream=bool(body.stream),
+            model=body.model,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            session_id=body.session_id,
+            request_id=body.request_id,
+        )
+        prompt = None
+        if body.required_prefix_token_ids is not None:
+            token_ids = _prompt_after(served, body.required_prefix_token_ids, body.messages, options)
+            prompt = {"prompt_token_ids": token_ids, **salt_of(body)}
+        splits = body.separate_reasoning
+        self._splits = served.options.separate_reasoning if splits is None else splits
+        """Whether thinking is apart, and answers are streamed in pieces."""
+        reader = AnswerReader(
+            served,
+            tools,
+            body.chat_template,
+            splits_thinking=self._splits,
+            skip_special_tokens=settings.params.skip_special_tokens,
+        )
+        self._streams: dict[int, _Deltas] = {}
+        """Index of a sample -> its pieces."""
+        super().__init__(served, asked, lora, request, reader, prompt)
 
     async def write(self, results: list[RequestOutput]) -> dict[str, Any]:
         [result] = results
@@ -99,6 +113,13 @@ class _ChatCall(Call):
         return self.write_head(self._id, "chat.completion", choices, {"usage": total_usage(results), **more})
 
     async def prepare_output(self, index: int, output: RequestOutput) -> None:
+        for sample in output.outputs if self._splits else ():
+            if sample.index not in self._streams:
+                self._streams[sample.index] = _Deltas(self.reader.stream(output.prompt_token_ids), self.make_call_id)
+            self._streams[sample.index].feed(sample)
+            if sample.finish_reason is not None:
+                self.keep_answer(sample.index, self._streams[sample.index].answer)
+        await super().prepare_output(index, output)
         if not self.outputs and self._body.prompt_logprobs is not None:
             self._first_fields = {"prompt_logprobs": await prompt_rows(self.served, output)}
 
@@ -107,56 +128,45 @@ class _ChatCall(Call):
     ) -> dict[str, Any]:
         """A chunk. With tools, the words of an answer are sent once it has ended: a call among them is no text."""
         [sample] = samples
-        so_far = self._samples.setdefault(sample.index, [])
-        choice = self._chunk(output, sample, so_far)
-        so_far.append(sample)
+        choice = self._chunk(output, sample)
         more, self._first_fields = usage | self._first_fields, {}
         return self.write_head(self._id, "chat.completion.chunk", [choice], more)
 
     def write_last_event(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self.write_head(self._id, "chat.completion.chunk", [], usage)
 
+    def write_message(self, answer: Answer) -> dict[str, Any]:
+        return {"role": "assistant", **_message(answer)}
+
     def _choice(self, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        message, calls = self._message(result, sample.token_ids, sample.text)
-        message["role"] = "assistant"
-        choice = self._common(sample, bool(calls)) | sampled_fields(sample, result)
-        choice["message"] = message
-        if self.asked.session is not None:
-            self.asked.session.record([sample], message)
+        answer = self.read(result, [sample])
+        choice = self._common(sample, bool(answer.call_ids)) | sampled_fields(sample, result)
+        choice["message"] = {**_message(answer), "role": "assistant"}
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": result.prompt_token_ids}
         return choice
 
-    def _chunk(self, output: RequestOutput, sample: CompletionOutput, so_far: list[CompletionOutput]) -> dict[str, Any]:
-        delta: dict[str, Any] = {} if so_far else {"role": "assistant"}
-        calls: list[dict[str, Any]] = []
-        message: dict[str, Any] = {}
-        if self._tools is None:
+    def _chunk(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        parts = self.streamed[sample.index]
+        is_first, has_calls = sample is parts[0], False
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if self._splits:
+            delta |= self._streams[sample.index].delta
+            has_calls = bool(self._streams[sample.index].answer.call_ids)
+        elif not self.reader.has_tools:
             delta["content"] = sample.text
         elif sample.finish_reason is not None:
-            parts = [*so_far, sample]
-            token_ids = [each for part in parts for each in part.token_ids]
-            message, calls = self._message(output, token_ids, "".join(part.text for part in parts))
-            delta |= message
-            if calls:
-                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        if self.asked.session is not None and sample.finish_reason is not None:
-            text = "".join(part.text for part in (*so_far, sample))
-            self.asked.session.record([*so_far, sample], {"role": "assistant", "content": text, **message})
-        choice = self._common(sample, bool(calls)) | sampled_fields(sample, output)
+            answer = self.read(output, parts)
+            has_calls = bool(answer.call_ids)
+            delta |= _message(answer)
+            if has_calls:
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+        choice = self._common(sample, has_calls) | sampled_fields(sample, output)
         choice["delta"] = delta
         if self._body.return_token_ids:
-            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": None if so_far else output.prompt_token_ids}
+            prompt_token_ids = output.prompt_token_ids if is_first else None
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": prompt_token_ids}
         return choice
-
-    def _message(
-        self, output: RequestOutput, token_ids: list[int], text: str
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """(fields of the message, its calls) of a whole answer."""
-        if self._tools is None:
-            return {"content": text}, []
-        calls, words = self._tools.split(output.prompt_token_ids, token_ids, text)
-        return ({"content": words or None, "tool_calls": calls} if calls else {"content": text}), calls
 
     def _common(self, sample: CompletionOutput, has_calls: bool) -> dict[str, Any]:
         as_ids = self.served.names_token_ids(self._body.return_tokens_as_token_ids)
@@ -171,7 +181,63 @@ class _ChatCall(Call):
         }
 
 
-def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Settings:
+class _Deltas:
+    """One sample that is streamed in pieces, and the fields of its next event."""
+
+    def __init__(self, stream: AnswerStream, make_call_id: Callable[[str, int], str]) -> None:
+        self._stream, self._make_call_id = stream, make_call_id
+        self.answer = Answer(AnswerParts(), [])
+        """The answer so far."""
+        self.delta: dict[str, Any] = {}
+        """The fields of the last output's event."""
+
+    def feed(self, sample: CompletionOutput) -> None:
+        """Take the next output of the sample."""
+        pieces = self._stream.feed(sample.token_ids, sample.text)
+        pieces += self._stream.end() if sample.finish_reason is not None else []
+        new, ids = join_pieces(pieces), self.answer.call_ids
+        first = len(ids)
+        ids += [self._make_call_id(call.name, first + index) for index, call in enumerate(new.calls)]
+        parts = self.answer.parts
+        if new.thinking is not None:
+            parts.thinking = (parts.thinking or "") + new.thinking
+        parts.text += new.text
+        parts.found += new.calls
+        delta: dict[str, Any] = {} if new.thinking is None else {"reasoning_content": new.thinking}
+        if new.text or (new.thinking is None and not new.calls):
+            delta["content"] = new.text
+        if new.calls:
+            calls = write_calls(Answer(new, ids[first:]))
+            delta["tool_calls"] = [{"index": first + index, **call} for index, call in enumerate(calls)]
+        self.delta = delta
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """The fields of an answer's message but its role."""
+    parts = answer.parts
+    thinking = {} if parts.thinking is None else {"reasoning_content": parts.thinking}
+    if answer.call_ids:
+        return {**thinking, "content": parts.text or None, "tool_calls": write_calls(answer)}
+    return {**thinking, "content": parts.text}
+
+
+def _check_prefix(served: Served, asked: Asked) -> None:
+    """Raise `RequestError` for a required prefix that other fields do not allow."""
+    body: ChatBody = asked.body
+    prefix = body.required_prefix_token_ids
+    if brings_template(served, body.chat_template) and prefix is not None:
+        bound = "absent with required_prefix_token_ids: later turns are rendered by the tokenizer's own template"
+        raise RequestError.for_field("chat_template", body.chat_template, bound)
+    if asked.has_pictures and prefix is not None:
+        bound = "absent from conversations with pictures"
+        hint = "Send the sampled ids as token_ids to /inference/v1/generate, with multi_modal_data."
+        raise RequestError.for_field("required_prefix_token_ids", prefix[:8], bound, hint)
+    if asked.session is not None and prefix is not None:
+        bound = "absent in a session, which keeps the sampled ids itself"
+        raise RequestError.for_field("required_prefix_token_ids", prefix[:8], bound)
+
+
+def _settings(served: Served, body: ChatBody, tools: RequestTools | None) -> Settings:
     if body.top_logprobs and not body.logprobs:
         raise RequestError.for_field("top_logprobs", body.top_logprobs, "given with logprobs=true")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
@@ -185,22 +251,6 @@ def _settings(served: Served, body: ChatBody, tools: ToolParser | None) -> Setti
     if tools is not None and tools.structured_outputs is not None:
         more["structured_outputs"] = tools.structured_outputs
     return served.settings.read(body, output_kind="delta" if body.stream else "final_only", **more)
-
-
-def _options(served: Served, body: ChatBody) -> dict[str, Any]:
-    """Options of the chat template, without tools that it does not show and the answer need not call."""
-    options = chat_options(body)
-    if "tools" in options and not _must_show_tools(body) and not brings_template(served, body.chat_template):
-        if not served.codec.shows_tools(as_messages(body.messages), **options):
-            del options["tools"]
-    return options
-
-
-def _prompt(served: Served, body: ChatBody, options: dict[str, Any]) -> dict[str, Any]:
-    if body.required_prefix_token_ids is None:
-        return {"messages": body.messages, **options, **salt_of(body)}
-    token_ids = _prompt_after(served, body.required_prefix_token_ids, body.messages, options)
-    return {"prompt_token_ids": token_ids, **salt_of(body)}
 
 
 def _prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any], options: dict[str, Any]) -> list[int]:
@@ -229,8 +279,3 @@ def _prompt_after(served: Served, prefix: Sequence[int], messages: Sequence[Any]
         what = f"the chat template rewrites earlier turns ({rewriting})"
         raise RequestError(f"required_prefix_token_ids cannot be kept: {what}.", field="required_prefix_token_ids")
     return [*prefix, *turns.glue(new, prefix)]
-
-
-def _must_show_tools(body: ChatBody) -> bool:
-    """Whether the prompt has to show tools: not if a grammar forces the calls, or the client looks for them."""
-    return body.tool_choice in (None, "auto")

@@ -14,6 +14,7 @@ from rollout_engine.base.seeds import mix, unsigned
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
+from rollout_engine.sessions.known_responses import KnownResponses
 from rollout_engine.sessions.prompts import PromptCache
 from rollout_engine.sessions.samples import join_parts
 from rollout_engine.sessions.session import Place, Session
@@ -45,6 +46,11 @@ class SessionCall:
         """`forced`: params that were forced before, shared by all calls of a server."""
         self._session, self._asked, self._codec, self._prompts, self._forced = session, asked, codec, prompts, forced
         self._place: Place | None = None
+
+    @property
+    def known_responses(self) -> KnownResponses:
+        """Responses of the session that a request may name."""
+        return self._session.known_responses
 
     async def begin(
         self, messages: Sequence[Any], options: Mapping[str, Any], settings: Settings, *, lora: str | None = None

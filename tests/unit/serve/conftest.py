@@ -67,6 +67,17 @@ class Client:
         assert lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 
+    def named_events(self, path, body):
+        """The events of a streamed response, each of which is sent under its type."""
+        response = self.send("POST", path, {**body, "stream": True})
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        found = []
+        for event in response.text.removesuffix("\n\n").split("\n\n"):
+            name, data = event.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
+
     def problem(self, path, body=None, *, status=400, method="POST", **options):
         """The error of a response."""
         response = self.send(method, path, body, **options)

@@ -4,7 +4,6 @@ import json
 import pytest
 
 from rollout_engine.serve.app import App
-from rollout_engine.serve.openai.tools import ToolParser
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.text.chat_turns import ChatTurns
 
@@ -116,9 +115,9 @@ def test_a_required_prefix_needs_an_answer_and_something_after_it(client):
 
 @pytest.fixture
 def says(policy, client, monkeypatch):
-    """An application whose every answer is a given text."""
+    """An application whose every answer is a given text, of which a stop string may have left less to show."""
 
-    def make(text):
+    def make(text, shown=None):
         app = App(policy, ServeOptions(trust_request_chat_template=True))
         app.served.templates = client.app.served.templates  # one process for all
         token_ids = app.served.codec.encode(text, add_special_tokens=False)
@@ -128,7 +127,7 @@ def says(policy, client, monkeypatch):
             output = take(stream)
             for sample in output.outputs if output is not None else ():
                 if sample.finish_reason is not None:
-                    sample.token_ids, sample.text, sample.finish_reason = token_ids, text, "stop"
+                    sample.token_ids, sample.text, sample.finish_reason = token_ids, shown or text, "stop"
             return output
 
         monkeypatch.setattr(app.served.engine.frontend, "take", taken)
@@ -207,11 +206,8 @@ def test_calls_are_found_as_the_template_teaches_them(answered, template, text):
     assert called(message) == [("add", {"a": 1})] and message["content"] is None
 
 
-def test_a_call_whose_end_a_stop_string_has_cut_is_no_word(says, monkeypatch):
-    client = says(f"I add. {CALL}")
-    split = ToolParser.split
-    cut = CALL.removesuffix("</tool_call>")
-    monkeypatch.setattr(ToolParser, "split", lambda self, prompt, ids, text: split(self, prompt, ids, f"I add. {cut}"))
+def test_a_call_whose_end_a_stop_string_has_cut_is_no_word(says):
+    client = says(f"I add. {CALL}", shown=f"I add. {CALL}".removesuffix("</tool_call>"))
     [choice] = client.post("/v1/chat/completions", {"messages": HELLO, **TOOLS, "max_tokens": 1})["choices"]
     assert called(choice["message"]) == [("add", {"a": 1})] and choice["message"]["content"] == "I add."
 
@@ -298,3 +294,21 @@ def test_a_conversation_with_tools_is_not_rendered_on_the_event_loop(client, mon
     monkeypatch.setattr(codec, "shows_tools", off_the_loop)
     client.post("/v1/chat/completions", {"messages": HELLO, "tools": [ADD], "tool_choice": choice, "max_tokens": 1})
     assert rendered
+
+
+def test_thinking_is_apart_if_it_is_asked_for(client):
+    text = f"<think>\nhm\n</think>\n\nI add. {CALL}"
+    body = {"messages": HELLO, **TOOLS, "guided_choice": [text], "max_tokens": 110, "separate_reasoning": True}
+    [choice] = client.post("/v1/chat/completions", body)["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"], called(message)) == ("hm", "I add.", [("add", {"a": 1})])
+    deltas = [event["choices"][0]["delta"] for event in client.events("/v1/chat/completions", body)]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
+    words = [delta["content"] for delta in deltas if delta.get("content")]
+    assert "".join(words) == "I add." and len(words) > 1
+    [calls] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert called({"tool_calls": calls}) == [("add", {"a": 1})] and calls[0]["index"] == 0
+    [plain] = client.post("/v1/chat/completions", {**body, "separate_reasoning": False})["choices"]
+    assert (
+        plain["message"]["content"] == "<think>\nhm\n</think>\n\nI add." and "reasoning_content" not in plain["message"]
+    )

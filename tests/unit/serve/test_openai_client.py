@@ -47,6 +47,15 @@ def test_streams(synchronous):
     assert chunks[-1].usage.completion_tokens == 6
 
 
+def test_responses(synchronous):
+    body = {"model": "default", "input": "hello", "max_output_tokens": 40, "extra_body": {"guided_choice": ["good"]}}
+    answer = synchronous.responses.create(**body)
+    assert answer.output_text == "good" and answer.status == "completed"
+    with synchronous.responses.stream(**body) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(texts) == stream.get_final_response().output_text == "good"
+
+
 def test_errors_are_the_clients_own(synchronous, url):
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         synchronous.completions.create(model="default", prompt="x", max_tokens=100_000)

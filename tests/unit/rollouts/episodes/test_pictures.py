@@ -17,9 +17,9 @@ from rollout_engine.rollouts.episodes.conversation import Conversation
 from rollout_engine.rollouts.episodes.env_wire import Reply, encode_reply
 from rollout_engine.rollouts.episodes.episode import Act, Ask, Episode, Rules
 from rollout_engine.rollouts.episodes.observations import ObservationError, as_observation
-from rollout_engine.rollouts.episodes.tool_calls import ToolCalls
 from rollout_engine.testing.tiny_pictures import FAMILIES, random_picture, vision_tokenizer
 from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.formats.tool_calls import ToolCalls
 from rollout_engine.text.picture_processor import PictureProcessor
 from rollout_engine.text.picture_prompts import PicturePrompts
 from rollout_engine.text.prompt_encoder import PromptEncoder

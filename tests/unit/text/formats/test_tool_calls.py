@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rollout_engine.rollouts.episodes.tool_calls import (
+from rollout_engine.text.formats.tool_calls import (
     BrokenCall,
     ToolCall,
     format_of_template,

@@ -16,19 +16,42 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from envs_adapters.base import BrokenCall, ToolCall
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.tool_arguments import parse_json, raw_json, typed_arguments
+from rollout_engine.base.tool_call import BrokenCall, ToolCall
+from rollout_engine.text.formats.families import FAMILIES
+from rollout_engine.text.formats.json_calls import (
+    MAX_CALL_CHARACTERS,
+    MAX_CALLS,
+    MAX_PROBLEM_CHARACTERS,
+    Unreadable,
+    after_space,
+    call_of_json,
+    without_end_tokens,
+)
+from rollout_engine.text.formats.tool_arguments import raw_json, typed_arguments
 
-ToolFormat = Literal["hermes", "llama3", "xml", "seed", "glm"]
+TextForm = Literal["hermes", "llama3", "xml", "seed", "glm"]
+"""Forms whose tags count however they are spelled."""
+ToolFormat = Literal[
+    "hermes",
+    "llama3",
+    "xml",
+    "seed",
+    "glm",
+    "harmony",
+    "deepseek",
+    "dsml",
+    "kimi",
+    "mistral",
+    "gemma",
+    "minimax",
+    "nemotron",
+    "pythonic",
+]
+"""Forms of calls. Those after "glm" are those of `families` and `harmony`."""
 
 PROMPT_END = 32
 """Tokens at the end of a prompt whose text `opens_thinking` reads."""
-_MAX_CALLS = 64
-"""Calls looked at in one answer."""
-_MAX_CALL_CHARACTERS = 1 << 16
-_MAX_PROBLEM_CHARACTERS = 200
-_MAX_END_TOKENS = 4
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
 _FUNCTION_END = re.compile(r"</function>")
@@ -36,12 +59,11 @@ _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
 _GLM_ARGUMENT = re.compile(
     r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</?tool_call>|\Z)", re.DOTALL
 )
-_PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
+"""Begins calls of Llama 3."""
 _LLAMA3_LESSON = re.compile(r'\{\s*"name":\s*function name,\s*"parameters":')
 """How Llama 3's and 4's templates describe a call."""
 _THINKING = re.compile(r"<(/?)(?:seed:)?think>")
-_END_TOKEN = re.compile(r"<\|\w+\|>|</s>|<(?:\w+:)?eos>")
-"""The token that ends an answer, as the common families spell it."""
 
 
 class ToolCalls(msgspec.Struct, frozen=True):
@@ -50,6 +72,8 @@ class ToolCalls(msgspec.Struct, frozen=True):
     found: list[ToolCall | BrokenCall] = []
     texts: list[str] = []
     """The text of each in the answer, tags included."""
+    spans: list[tuple[int, int]] = []
+    """Start and end of each in the answer."""
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -79,12 +103,8 @@ class _Piece(NamedTuple):
     """The text between the tags."""
 
 
-class _Unreadable(Exception):
-    """Raised by readers with the reason why there is no call."""
-
-
 _Reader: TypeAlias = Callable[[str, int], tuple[ToolCall, int]]
-"""(text, start of a call) -> (the call, its end). Raises `_Unreadable`, `ValueError` or `RecursionError`."""
+"""(text, start of a call) -> (the call, its end). Raises `Unreadable`, `ValueError` or `RecursionError`."""
 
 
 class _Frame(NamedTuple):
@@ -97,30 +117,31 @@ class _Frame(NamedTuple):
     """Matches text behind the opening tag that is meant as a call even if no closing tag follows."""
 
 
-def parse_tool_calls(text: str, form: ToolFormat, *, is_thinking: bool | None = None) -> ToolCalls:
+def parse_tool_calls(text: str, form: TextForm, *, is_thinking: bool | None = None) -> ToolCalls:
     """Find the calls in an answer's text, special tokens included if the form has some. Never raises.
 
     `is_thinking`: whether the answer begins with thinking, because the prompt has opened <think>; None: if a </think>
     without its <think> implies it.
     """
-    text = _without_end_tokens(text)
+    text = without_end_tokens(text)
     pieces = _bare(text, is_thinking) if form == "llama3" else _find_framed_calls(text, _FRAMES[form], is_thinking)
     found: list[ToolCall | BrokenCall] = []
     for number, piece in enumerate(pieces):
         problem = piece.found
-        if number == _MAX_CALLS:
-            problem = f"more than {_MAX_CALLS} calls in one answer"
-        elif len(piece.inner) > _MAX_CALL_CHARACTERS:
-            problem = f"{len(piece.inner)} characters, more than {_MAX_CALL_CHARACTERS}"
+        if number == MAX_CALLS:
+            problem = f"more than {MAX_CALLS} calls in one answer"
+        elif len(piece.inner) > MAX_CALL_CHARACTERS:
+            problem = f"{len(piece.inner)} characters, more than {MAX_CALL_CHARACTERS}"
         if isinstance(problem, str):
-            found.append(BrokenCall(piece.inner[:_MAX_PROBLEM_CHARACTERS], problem))
+            found.append(BrokenCall(piece.inner[:MAX_PROBLEM_CHARACTERS], problem))
         else:
             found.append(problem)
-    return ToolCalls(found, [text[piece.start : piece.end] for piece in pieces])
+    spans = [(piece.start, piece.end) for piece in pieces]
+    return ToolCalls(found, [text[start:end] for start, end in spans], spans)
 
 
 def parse_typed_calls(
-    text: str, form: ToolFormat, schemas: Iterable[Mapping[str, Any]], *, is_thinking: bool | None = None
+    text: str, form: TextForm, schemas: Iterable[Mapping[str, Any]], *, is_thinking: bool | None = None
 ) -> ToolCalls:
     """`parse_tool_calls`, with the types that the tools' JSON schemas give to values that the form writes as text."""
     parsed = parse_tool_calls(text, form, is_thinking=is_thinking)
@@ -131,7 +152,7 @@ def parse_typed_calls(
     found = [
         with_types(each, parameters.get(each.name, {})) if isinstance(each, ToolCall) else each for each in parsed.found
     ]
-    return ToolCalls(found, parsed.texts)
+    return ToolCalls(found, parsed.texts, parsed.spans)
 
 
 def format_of_template(template: str) -> ToolFormat | None:
@@ -140,13 +161,23 @@ def format_of_template(template: str) -> ToolFormat | None:
         return "seed"
     if "<tool_call>" in template:
         return "glm" if "<arg_key>" in template else "xml" if "<function=" in template else "hermes"
-    return "llama3" if _PYTHON_TAG in template or _LLAMA3_LESSON.search(template) else None
+    if PYTHON_TAG in template or _LLAMA3_LESSON.search(template):
+        return "llama3"
+    if all(tag in template for tag in ("<|channel|>", "<|message|>")):
+        return "harmony"
+    for name, family in FAMILIES.items():
+        if any(tag in template for tag in family.lesson):
+            return check_format(name)
+    return None
 
 
-def check_format(form: str) -> None:
-    """Raise `RequestError` for an unknown form of tool calls."""
-    if form not in get_args(ToolFormat):
-        raise RequestError.for_field("tool_format", form, " or ".join(map(repr, get_args(ToolFormat))))
+def check_format(form: str) -> ToolFormat:
+    """Return the form of tool calls that a name names. Raises `RequestError` for another name."""
+    known: tuple[ToolFormat, ...] = get_args(ToolFormat)
+    for each in known:
+        if each == form:
+            return each
+    raise RequestError.for_field("tool_format", form, " or ".join(map(repr, known)))
 
 
 def opens_thinking(prompt_end: str) -> bool | None:
@@ -169,7 +200,7 @@ def _find_framed_calls(text: str, frame: _Frame, is_thinking: bool | None) -> li
     pieces: list[_Piece] = []
     at = _end_of_thinking(text, 0) if is_thinking else 0
     may_be_thinking = is_thinking is None
-    while len(pieces) <= _MAX_CALLS and (mark := marks.search(text, at)) is not None:
+    while len(pieces) <= MAX_CALLS and (mark := marks.search(text, at)) is not None:
         at = mark.end()
         if mark[0] == frame.opening:
             piece = _piece_after(text, mark.start(), at, frame, marks)
@@ -187,15 +218,15 @@ def _find_framed_calls(text: str, frame: _Frame, is_thinking: bool | None) -> li
 def _piece_after(text: str, start: int, at: int, frame: _Frame, marks: re.Pattern[str]) -> _Piece | None:
     """The call whose opening tag is `text[start:at]`, or a broken one; None if the tag is prose."""
     try:
-        call, length = frame.read(text[at : at + _MAX_CALL_CHARACTERS + len(frame.closing)], 0)
-        end = _after_space(text, at + length)
+        call, length = frame.read(text[at : at + MAX_CALL_CHARACTERS + len(frame.closing)], 0)
+        end = after_space(text, at + length)
         if text.startswith(frame.closing, end):
             return _Piece(start, end + len(frame.closing), call, text[at : at + length])
         if end == len(text) or text.startswith(frame.opening, end):
             return _Piece(start, at + length, call, text[at : at + length])
         problem = f"something other than {frame.closing} follows it"
-    except (_Unreadable, ValueError, RecursionError) as reason:
-        problem = str(reason) if isinstance(reason, _Unreadable) else f"not JSON: {reason}"
+    except (Unreadable, ValueError, RecursionError) as reason:
+        problem = str(reason) if isinstance(reason, Unreadable) else f"not JSON: {reason}"
     mark = next((each for each in marks.finditer(text, at) if each[1] != ""), None)
     stop = len(text) if mark is None else mark.start()
     if mark is not None and mark[0] == frame.closing:
@@ -205,7 +236,7 @@ def _piece_after(text: str, start: int, at: int, frame: _Frame, marks: re.Patter
 
 def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
     """Find calls without closing tags: behind thinking all is calls, or nothing is, since prose may contain braces."""
-    at = _after_space(text, 0)
+    at = after_space(text, 0)
     first = _THINKING.search(text)
     if is_thinking or (first is not None and first.start() == at):
         return _bare_from(text, _end_of_thinking(text, at))[0]
@@ -219,10 +250,10 @@ def _bare(text: str, is_thinking: bool | None) -> list[_Piece]:
 def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
     """The calls that follow one another from `at` on, and the index at which other text begins."""
     pieces: list[_Piece] = []
-    at = _after_space(text, at)
-    is_tagged = text.startswith(_PYTHON_TAG, at)
-    at = _after_space(text, at + len(_PYTHON_TAG)) if is_tagged else at
-    while at < len(text) and len(pieces) <= _MAX_CALLS and (is_tagged or text[at] == "{"):
+    at = after_space(text, at)
+    is_tagged = text.startswith(PYTHON_TAG, at)
+    at = after_space(text, at + len(PYTHON_TAG)) if is_tagged else at
+    while at < len(text) and len(pieces) <= MAX_CALLS and (is_tagged or text[at] == "{"):
         try:
             value, end = raw_json(text, at)
         except (ValueError, RecursionError) as problem:
@@ -232,12 +263,12 @@ def _bare_from(text: str, at: int) -> tuple[list[_Piece], int]:
         if not is_tagged and not _looks_like_call(value):
             break
         try:
-            found: ToolCall | str = _call_of_json(value)
-        except _Unreadable as reason:
+            found: ToolCall | str = call_of_json(value)
+        except Unreadable as reason:
             found = str(reason)
         pieces.append(_Piece(at, end, found, text[at:end]))
-        at = _after_space(text, end)
-        at = _after_space(text, at + 1) if text.startswith(";", at) else at
+        at = after_space(text, end)
+        at = after_space(text, at + 1) if text.startswith(";", at) else at
     return pieces, at
 
 
@@ -246,87 +277,56 @@ def _end_of_thinking(text: str, at: int) -> int:
     return next((mark.end() for mark in _THINKING.finditer(text, at) if mark[1]), len(text))
 
 
-def _without_end_tokens(text: str) -> str:
-    text = text.rstrip()
-    for _ in range(_MAX_END_TOKENS):
-        start = text.rfind("<")
-        if start < 0 or not _END_TOKEN.fullmatch(text, start):
-            break
-        text = text[:start].rstrip()
-    return text
-
-
 def _looks_like_call(value: Any) -> bool:
     """Whether JSON without a tag is meant as a call: an answer may be an object with a name, too."""
     return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
 
 
-def _after_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
-
-
 def _read_json(text: str, at: int) -> tuple[ToolCall, int]:
-    at = _after_space(text, at)
+    at = after_space(text, at)
     if not text.startswith(("{", "["), at):
-        raise _Unreadable("not JSON: it is no object")
+        raise Unreadable("not JSON: it is no object")
     value, end = raw_json(text, at)
-    return _call_of_json(value), end
-
-
-def _call_of_json(value: Any) -> ToolCall:
-    if not isinstance(value, dict):
-        raise _Unreadable(f"a JSON {type(value).__name__}, not an object with name and arguments")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models quote their arguments once more
-        try:
-            arguments = parse_json(arguments)
-        except (ValueError, RecursionError):
-            raise _Unreadable("its arguments are a text") from None
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        raise _Unreadable("it names no tool")
-    if not isinstance(arguments, dict):
-        raise _Unreadable(f"its arguments are a {type(arguments).__name__}, not an object")
-    return ToolCall(name, arguments)
+    return call_of_json(value), end
 
 
 def _read_xml(text: str, at: int) -> tuple[ToolCall, int]:
     function = _FUNCTION.match(text, at)
     if function is None:
-        raise _Unreadable("not <function=NAME>...</function>")
+        raise Unreadable("not <function=NAME>...</function>")
     arguments, at = {}, function.end()
     while (match := _PARAMETER.match(text, at)) is not None:
         if "<parameter=" in match[2]:
-            raise _Unreadable(f"<parameter={match[1]}> is not closed before the next parameter")
+            raise Unreadable(f"<parameter={match[1]}> is not closed before the next parameter")
         arguments[match[1]] = match[2]
         at = match.end()
     end = _FUNCTION_END.match(text, at)
     if end is None:
-        raise _Unreadable("something other than <parameter=NAME>...</parameter> is in its function")
+        raise Unreadable("something other than <parameter=NAME>...</parameter> is in its function")
     return ToolCall(function[1], arguments), end.end()
 
 
 def _read_glm(text: str, at: int) -> tuple[ToolCall, int]:
     name = _GLM_NAME.match(text, at)
     if name is None:
-        raise _Unreadable("it names no tool")
+        raise Unreadable("it names no tool")
     arguments, at = {}, name.end()
     while (match := _GLM_ARGUMENT.match(text, at)) is not None:
         if "<arg_key>" in match[1] or "<arg_key>" in match[2]:
-            raise _Unreadable("an <arg_key> or <arg_value> is not closed before the next argument")
+            raise Unreadable("an <arg_key> or <arg_value> is not closed before the next argument")
         arguments[match[1].strip()] = match[2]
         at = match.end()
     if not arguments and not text.startswith("</tool_call>", at):
-        raise _Unreadable("not NAME<arg_key>...</arg_key><arg_value>...</arg_value>")
+        raise Unreadable("not NAME<arg_key>...</arg_key><arg_value>...</arg_value>")
     return ToolCall(name[1], arguments), at
 
 
 _XML_BEGINS = re.compile(r"\s*<function")
-_FRAMES: dict[ToolFormat, _Frame] = {
+_FRAMES: dict[TextForm, _Frame] = {
     "hermes": _Frame("<tool_call>", "</tool_call>", _read_json, re.compile(r"\s*[{\[]")),
     "xml": _Frame("<tool_call>", "</tool_call>", _read_xml, _XML_BEGINS),
     "seed": _Frame("<seed:tool_call>", "</seed:tool_call>", _read_xml, _XML_BEGINS),
     "glm": _Frame("<tool_call>", "</tool_call>", _read_glm, re.compile(r"\s*[^\s<]+\s*<arg_")),
 }
+FRAMED_TAGS: dict[TextForm, tuple[str, str]] = {form: (each.opening, each.closing) for form, each in _FRAMES.items()}
+"""The tags before and after a call, of the forms that have both."""

@@ -5,7 +5,8 @@ from os.path import commonprefix
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.tool_calls import ToolFormat, format_of_template, parse_typed_calls
+from rollout_engine.text.formats.make import make_format
+from rollout_engine.text.formats.tool_calls import ToolFormat, format_of_template
 from rollout_engine.text.tokenizer import TextCodec
 
 _NAME, _ARGUMENTS = "look_up_0f1e2d3c", {"word": "a b", "limit": 3}
@@ -43,7 +44,10 @@ def _reads_back(codec: TextCodec, chat_template: str | None, form: ToolFormat, a
         return None
     if form == "llama3":  # its calls begin an answer, and the header of the answer is written too
         written = written[max(written.find("{"), 0) :]
-    found = parse_typed_calls(written, form, [_TOOL]).calls
+    reader = make_format(codec, form, None)
+    assert reader is not None, "it has a form"
+    token_ids = codec.encode(written, add_special_tokens=False)
+    found = reader.read(token_ids, codec.decode(token_ids), tools=[_TOOL], skip_special_tokens=False).calls
     return any((each.name, each.arguments) == (_NAME, _ARGUMENTS) for each in found)
 
 

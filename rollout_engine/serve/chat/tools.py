@@ -1,4 +1,4 @@
-"""Tool calls in answers, as OpenAI's clients read them, and answers that have to be calls.
+"""Tools of requests, and answers that have to be calls of them.
 
 tool_choice   "none"           calls stay text
               "auto"           calls are found; they are bound to their schemas if a tool is "strict"
@@ -7,20 +7,12 @@ tool_choice   "none"           calls stay text
 """
 
 import json
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.rollouts.episodes.tool_calls import (
-    PROMPT_END,
-    ToolFormat,
-    format_of_template,
-    opens_thinking,
-    parse_typed_calls,
-)
 from rollout_engine.serve.served import Served
-from rollout_engine.text.tokenizer import TextCodec
+from rollout_engine.text.formats.tool_calls import ToolFormat, format_of_template
 
 _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
     "hermes": ("<tool_call>", '<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
@@ -28,38 +20,39 @@ _TAGS: dict[ToolFormat, tuple[str, str, str]] = {
 }
 """The beginning of a call, all before its arguments, and its end."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_HEAD = 16
-"""Characters by which a call that a stop string has cut is found in the text."""
 
 
-class ToolParser:
-    """Finds the calls in answers to one request.
+class RequestTools:
+    """The tools of one request, and the form that its answers write calls in.
 
     Args:
-        form: how the answers write them.
+        form: of the calls.
         tools: JSON schemas.
         bound: the structured outputs of `structured_outputs`.
         is_forced: whether an answer begins with a call, even if the prompt has opened <think>.
     """
 
     def __init__(
-        self,
-        codec: TextCodec,
-        form: ToolFormat,
-        tools: Sequence[Any],
-        bound: dict[str, Any] | None,
-        *,
-        is_forced: bool,
+        self, form: ToolFormat, tools: Sequence[Any], bound: dict[str, Any] | None, *, is_forced: bool
     ) -> None:
-        self._codec, self._form, self._tools, self._is_forced = codec, form, tools, is_forced
+        self.form, self.tools, self.is_forced = form, tools, is_forced
         self.structured_outputs = bound
         """The form that answers are bound to; None if they are free."""
 
     @classmethod
     def of(
-        cls, served: Served, tools: Sequence[Any] | None, tool_choice: Any, chat_template: str | None
-    ) -> "ToolParser | None":
-        """The parser of a request; None if it has no tools. Raises `RequestError` if a call cannot be forced."""
+        cls,
+        served: Served,
+        tools: Sequence[Any] | None,
+        tool_choice: Any,
+        chat_template: str | None,
+        *,
+        is_single: bool = False,
+    ) -> "RequestTools | None":
+        """The tools of a request; None if it has none. Raises `RequestError` if a call cannot be forced.
+
+        `is_single`: whether an answer that has to be a call ends with the first.
+        """
         named = _find_named(tool_choice)
         if not tools or tool_choice == "none":
             if named or tool_choice == "required":
@@ -80,37 +73,8 @@ class ToolParser:
         if form is None:
             hint = 'Give a chat_template that has them, or tool_choice "required" or a named tool, which need none.'
             raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
-        structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named)
-        return cls(served.codec, form, tools, structures, is_forced=is_forced)
-
-    def split(
-        self, prompt_token_ids: Sequence[int], token_ids: list[int], text: str
-    ) -> tuple[list[dict[str, Any]], str]:
-        """(calls, words) of an answer, whose decoded text is given: all that is no call stays in its words."""
-        codec = self._codec
-        is_thinking = False if self._is_forced else opens_thinking(codec.decode(list(prompt_token_ids[-PROMPT_END:])))
-        parsed = parse_typed_calls(codec.decode(token_ids), self._form, self._tools, is_thinking=is_thinking)
-        for written in reversed(parsed.call_texts):
-            text = self._without(text, written)
-        return [_call(call.name, call.arguments) for call in parsed.calls], text
-
-    def _without(self, text: str, written: str) -> str:
-        """The text without its last such call, which may lack special tokens there, or its end after a stop string."""
-        for each in (written, self._codec.remove_special_tokens(written)):
-            start = text.rfind(each)
-            if start < 0:
-                start = text.rfind(each[:_HEAD])
-                start = start if each.startswith(text[start:]) else -1
-            if start >= 0:
-                parts = text[:start].rstrip(), text[start + len(each) :].lstrip()
-                return "\n".join(part for part in parts if part)
-        return text
-
-
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call as OpenAI writes it: its arguments are JSON text."""
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named, is_single)
+        return cls(form, tools, structures, is_forced=is_forced)
 
 
 def _find_named(tool_choice: Any) -> str | None:
@@ -126,7 +90,7 @@ def _find_named(tool_choice: Any) -> str | None:
 
 
 def _constrain_answer(
-    form: ToolFormat, functions: list[dict[str, Any]], is_forced: bool, named: str | None
+    form: ToolFormat, functions: list[dict[str, Any]], is_forced: bool, named: str | None, is_single: bool
 ) -> dict[str, Any] | None:
     """Structured outputs of a choice; None for free answers."""
     if form not in _TAGS or not (is_forced or any(function.get("strict") for function in functions)):
@@ -140,7 +104,7 @@ def _constrain_answer(
         {"begin": begin.replace("NAME", json.dumps(each["name"])), "schema": _arguments(each, is_forced), "end": end}
         for each in asked
     ]
-    options = {"at_least_one": is_forced, "stop_after_first": named is not None}
+    options = {"at_least_one": is_forced, "stop_after_first": named is not None or is_single}
     return {"structural_tag": {"structures": structures, "triggers": [trigger], **options}}
 
 

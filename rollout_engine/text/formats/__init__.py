@@ -1,0 +1,1 @@
+"""Formats of answers: how model families write thinking and tool calls."""
