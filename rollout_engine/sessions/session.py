@@ -182,7 +182,8 @@ class Session:
             self.is_deleted = True
             self._forest, self._num_sample_bytes, self.num_tokens = Forest(), 0, 0
             self.known_responses = KnownResponses()
-            self._open.clear(), self._row_rewards.clear()
+            self._open.clear()
+            self._row_rewards.clear()
 
     def _find(self, prompts: ChatPrompts, messages: Messages, keys: list[Key]) -> Found:
         """The request's conversation; missing thinking is overlooked if the template does not show it anyway."""
@@ -234,7 +235,7 @@ class Session:
         first = next((turn for turn in node.asked if turn.own_ids is own_ids), None)
         began = place.began if first is None else "sample"
         turn = Turn(len(forest.turns), node, parent, first or place.origin, began, own_ids, sample)
-        turn.new_messages, turn.shown = place.own.new_messages, place.own.shown
+        turn.new_messages, turn.shown, turn.is_shown_raw = place.own.new_messages, place.own.shown, place.own.is_raw
         turn.params, turn.adapter = place.params, place.adapter
         turn.said = place.prompts.read_answer(sample.token_ids)
         (key,), (size,) = keys_of([answer])

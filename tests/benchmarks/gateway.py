@@ -1,6 +1,6 @@
 """What a request of a session costs beyond the same request outside of sessions.
 
-64 agents, each with a conversation of 8 turns that grows by some 130 tokens a turn, over an engine that samples at once.
+64 agents, each with a conversation of 8 turns that grows by 130 tokens a turn, over an engine that samples at once.
 The whole conversation is sent to a session, which continues behind the sampled ids and records the answer, or to the
 server's own chat route, which renders and encodes it anew. `cost_ms` is the difference of CPU milliseconds a request,
 the median of rounds that take turns; `share_ms` is the part that the gateway's own functions take (matching, prompt,
