@@ -42,9 +42,12 @@ class FramedCalls:
         is_typed: whether values are written as text, whose types the tools' schemas give.
     """
 
+    reads_drafts = False
+
     def __init__(self, frames: Sequence[Frame], around: Sequence[str] = (), *, is_typed: bool = False) -> None:
         self._frames, self._around, self._is_typed = frames, around, is_typed
-        self._openings = [frame.opening for frame in frames]
+        self._openings = tuple(frame.opening for frame in frames)
+        self._tags: tuple[str, ...] = (*self._openings, *around)
 
     def find(self, full: str, start: int, is_thinking: bool | None, tools: Schemas) -> list[Found]:
         """See `CallReader.find`; what is thinking was settled before."""
@@ -52,7 +55,7 @@ class FramedCalls:
         num, at = 0, start
         parameters = _parameters(tools) if self._is_typed else {}
         while num <= MAX_CALLS:
-            at, is_there = first_of(full, at, [*self._openings, *self._around])
+            at, is_there = first_of(full, at, self._tags)
             if not is_there:
                 break
             frame = next((each for each in self._frames if full.startswith(each.opening, at)), None)
@@ -69,7 +72,7 @@ class FramedCalls:
 
     def safe_end(self, full: str, start: int, at: int) -> tuple[int, bool]:
         """See `CallReader.safe_end`."""
-        return first_of(full, at, [*self._openings, *self._around])
+        return first_of(full, at, self._tags)
 
     def may_close(self, new: str) -> bool:
         """See `CallReader.may_close`."""
@@ -87,12 +90,12 @@ class FramedCalls:
                 return Found(start, end, list(calls), is_closed=True)
             if full.startswith(frame.closing, stop):
                 return Found(start, stop + len(frame.closing), list(calls), is_closed=True)
-            if stop == len(full) or full.startswith((*self._openings, *self._around), stop):
+            if stop == len(full) or full.startswith(self._tags, stop):
                 return Found(start, end, list(calls), is_closed=False)
             problem = f"something other than {frame.closing.replace(MARK, '')} follows it"
         except (Unreadable, ValueError, RecursionError) as reason:
             problem = str(reason) if isinstance(reason, Unreadable) else f"not JSON: {reason}"
-        tags = (*self._openings, *self._around, *([frame.closing] if frame.closing else []))
+        tags = (*self._tags, frame.closing) if frame.closing else self._tags
         stop, is_tag = first_of(full, inner, tags)
         stop = stop if is_tag else len(full)
         if is_tag and frame.closing and full.startswith(frame.closing, stop):
@@ -106,7 +109,7 @@ class FramedCalls:
         tag = next(each for each in self._around if full.startswith(each, at))
         end = at + len(tag)
         follows = bool(found) and after_space(full, found[-1].end) == at
-        precedes = full.startswith(tuple(self._openings), after_space(full, end))
+        precedes = full.startswith(self._openings, after_space(full, end))
         return Found(at, end, [], is_closed=True) if MARK in tag or follows or precedes else None
 
 

@@ -20,12 +20,13 @@ from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 from rollout_engine.text.formats.call_reader import Schemas, first_of
 from rollout_engine.text.formats.json_calls import MAX_CALL_CHARACTERS, MAX_CALLS, MAX_PROBLEM_CHARACTERS
 from rollout_engine.text.formats.tool_arguments import parse_json
-from rollout_engine.text.formats.tool_calls import PROMPT_END
 from rollout_engine.text.formats.transcript import MARK, Transcript, find_tags, written_text
 from rollout_engine.text.formats.words import Words
 from rollout_engine.text.tokenizer import TextCodec
 
 TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_HEADER = 256
+"""Tokens at the end of a prompt in which its last header is looked for."""
 _RECIPIENT = re.compile(rf"(?:^|\s)to=([^\s<{MARK}]+)")
 
 
@@ -141,7 +142,7 @@ class HarmonyFormat:
             text = self._spell(prompt_end)
         else:
             transcript = Transcript(self._codec, self._ids, "", skip_special_tokens=False)
-            transcript.push(prompt_end[-PROMPT_END:])
+            transcript.push(prompt_end[-_HEADER:])
             text = transcript.full
         _, begins, header = text.rpartition(self._start)
         if not begins or any(end in header for end in self._ends):

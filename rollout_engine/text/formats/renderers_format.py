@@ -91,7 +91,7 @@ class RenderersFormat:
 
     def has_tags(self, token_ids: Sequence[int]) -> bool:
         """See `AnswerFormat.has_tags`: special tokens inside an answer are."""
-        return any(self._codec.special_text(each) is not None for each in self._codec.without_end(token_ids))
+        return any(each in self._codec.special_texts for each in self._codec.without_end(token_ids))
 
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""

@@ -170,7 +170,7 @@ class TaggedStream:
         self._state = "start"
         self._at = self._start = 0
         """Up to where `full` has been looked at in this state, and where the state began."""
-        self._is_known = False
+        self._is_known = form.calls is not None and not form.calls.reads_drafts
         """Whether the thinking is known to be over, so that calls are no drafts."""
         self._thinking, self._words = Words(separator=""), Words(separator="\n")
         self._num_thinking = self._num_calls = 0
