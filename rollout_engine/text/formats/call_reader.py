@@ -1,4 +1,4 @@
-"""What formats ask of a reader of calls."""
+"""The interface between formats and their readers of calls."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class CallReader(Protocol):
     def safe_end(self, full: str, start: int, at: int) -> tuple[int, bool]:
         """How far the text is surely no call, `at` known to be so far: (end, whether a call may begin there).
 
-        (end, False): what follows is too short to say.
+        (end, False): the rest is too short to decide.
         """
 
     def may_close(self, new: str) -> bool:
@@ -60,7 +60,7 @@ def _pattern(wanted: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _start_of_partial(full: str, at: int, wanted: str) -> int:
-    """The place at the end of `full` where a beginning of `wanted` stands, or the end."""
+    """The start of a beginning of `wanted` at the end of `full`, or the end."""
     for length in range(min(len(wanted) - 1, len(full) - at), 0, -1):
         if full.endswith(wanted[:length]):
             return len(full) - length
@@ -68,7 +68,7 @@ def _start_of_partial(full: str, at: int, wanted: str) -> int:
 
 
 def begins_with_calls(full: str, start: int, beginnings: tuple[str, ...]) -> bool | None:
-    """Whether the text from `start` on begins with one of these, after spaces; None: it is too short to say.
+    """Whether the text from `start` on begins with one of these, after spaces; None: it is too short to decide.
 
     Of forms whose calls have no closing tag: all of such an answer is calls, or nothing is.
     """

@@ -160,7 +160,7 @@ def _dsml(spell: Spell) -> CallReader:
 
 
 def _invoke_reader(prefix: str) -> Callable[[str, int], tuple[ToolCall, int]]:
-    """A reader of what stands between `<invoke` and `</invoke>`: a name and parameters. `prefix`: of all tags."""
+    """A reader of the name and parameters between `<invoke` and `</invoke>`. `prefix`: of all tags."""
     tag = re.escape(prefix)
     value = re.compile(
         rf'<{tag}parameter name="([^"\n]+)"(?:\s+string="(true|false)")?\s*>(.*?)</{tag}parameter>\s*'

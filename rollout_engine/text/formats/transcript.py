@@ -87,7 +87,7 @@ class Transcript:
         self._join()
 
     def finish(self) -> None:
-        """Add what is left of an unfinished character."""
+        """Add the rest of an unfinished character."""
         rest = self._stream.flush()
         self._add(rest, rest)
         self._join()
@@ -117,7 +117,7 @@ class Transcript:
         self._new.append((full, shown))
 
     def _join(self) -> None:
-        """Add what is new to both texts."""
+        """Add the new parts to both texts."""
         self.full += "".join(full for full, _ in self._new)
         self.shown += "".join(shown for _, shown in self._new)
         self._new = []
