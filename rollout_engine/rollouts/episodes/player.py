@@ -89,7 +89,7 @@ class Player:
         assert self._reader is not None, "it has tags"
         if not self._in_parts:
             has_tags = self._reader.has_tags(sample.token_ids)
-            return turns.message(self._reader.written(sample.token_ids)) if has_tags else None
+            return turns.message(self._reader.spell_answer(sample.token_ids)) if has_tags else None
         parts = self._reader.read(sample.token_ids, sample.text, prompt_end=prompt_end, tools=self._all_tools(tools))
         return message_of(parts, [f"call{number + index:05}" for index in range(len(parts.calls))])
 

@@ -3,7 +3,8 @@
     prompt of the next turn = this turn's prompt + the sampled ids + glue            text/chat_turns.py
 
 `try_bridges` samples nothing: it writes answers as the template's own format has them, ends them as the template does,
-and asks `ChatTurns` for the glue behind them. What fails for one of these fails for what a policy samples alike.
+and asks `ChatTurns` for the glue behind them. A kind that fails here fails for answers of a policy that are written
+alike.
 """
 
 import re

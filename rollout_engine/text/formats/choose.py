@@ -18,7 +18,7 @@ def answer_format(
 
     Args:
         template: as `chat_template` of `ChatOptions`; None: the tokenizer's own.
-        name: a `ToolFormat` that calls are written in, whatever the template says; "think": thinking alone;
+        name: a `ToolFormat` that calls are written in, whatever the template teaches; "think": thinking alone;
             "renderers:NAME": as the package `renderers` reads a family (its extra has to be installed).
         runs_template: whether the template may be rendered to see that it writes calls as it is read here; False for
             templates of strangers.
@@ -45,7 +45,7 @@ def check_format_name(name: str) -> str:
 
 
 def call_format(codec: TextCodec, template: str | None, form: str) -> AnswerFormat:
-    """The format that finds the calls of a form in answers, thinking that a template knows left aside.
+    """The format that finds the calls of a form in answers, without thinking that a template has.
 
     Of a `TextForm` thinking stays text, in which drafts of calls are no calls, as `parse_tool_calls` has it.
     """

@@ -55,11 +55,11 @@ class RenderersFormat:
         schemas = None if tools is None else [schema.get("function", schema) for schema in tools]
         try:
             parsed = self._renderer.parse_response(list(token_ids), tools=schemas, prompt_ids=prompt)
-        except Exception:  # what a policy wrote is no reason to end a request
+        except Exception:  # the text of a policy is no reason to end a request
             return AnswerParts(text=text)
         parts = AnswerParts(parsed.reasoning_content, parsed.content or "")
         parts.is_thinking = parsed.reasoning_complete is False
-        found = [_found(each) for each in parsed.tool_calls[: MAX_CALLS + 1]]
+        found = [_make_call(each) for each in parsed.tool_calls[: MAX_CALLS + 1]]
         found[MAX_CALLS:] = [BrokenCall("", f"more than {MAX_CALLS} calls in one answer") for _ in found[MAX_CALLS:]]
         is_text = [tools is None or isinstance(each, BrokenCall) for each in found]
         raws = [each.raw for each, stays in zip(parsed.tool_calls, is_text, strict=False) if stays and each.raw]
@@ -78,20 +78,20 @@ class RenderersFormat:
         return WholeStream(self, prompt_end, tools)
 
     def write(self, thinking: str | None, text: str) -> str | None:
-        """See `AnswerFormat.write`: the package does not tell."""
+        """See `AnswerFormat.write`: the package has no such function."""
         return text if thinking is None else None
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
         """See `AnswerFormat.write_calls`."""
         return None
 
-    def written(self, token_ids: Sequence[int]) -> str:
-        """See `AnswerFormat.written`."""
+    def spell_answer(self, token_ids: Sequence[int]) -> str:
+        """See `AnswerFormat.spell_answer`."""
         return self._codec.decode(self._codec.without_end(token_ids))
 
     def has_tags(self, token_ids: Sequence[int]) -> bool:
         """See `AnswerFormat.has_tags`: special tokens inside an answer are."""
-        return any(self._codec.special_text(each) is not None for each in self._codec.without_end(token_ids))
+        return any(each in self._codec.special_texts for each in self._codec.without_end(token_ids))
 
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""
@@ -144,7 +144,7 @@ def _config_of(name: str) -> tuple[ModuleType, Any]:
         raise RequestError.for_field("tool_format", name, "a renderer of the package", str(problem)) from None
 
 
-def _found(call: Any) -> ToolCall | BrokenCall:
+def _make_call(call: Any) -> ToolCall | BrokenCall:
     arguments = call.arguments
     if isinstance(arguments, str):
         try:

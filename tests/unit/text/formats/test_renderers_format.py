@@ -12,6 +12,7 @@ from rollout_engine.text.formats.choose import answer_format, check_format_name
 from .answers import ADD, HERMES, TOOLS, codec_with, read_in_pieces
 
 pytest.importorskip("renderers")
+import httpx  # noqa: E402, F401  # renderers imports it and does not require it
 from renderers import config_from_name  # noqa: E402
 
 TAGS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
