@@ -14,6 +14,7 @@ comes back as exact rows, with masks and log-probs, however the agent sends its 
 The agents know nothing of rollout-engine. `--python` names the interpreter of another environment to run them in.
 """
 
+import asyncio
 import importlib
 import json
 import random
@@ -62,7 +63,8 @@ def make_agent(options: Namespace) -> Agent:
 
     def call(session: Any, task: Any) -> float:
         url = session.anthropic_base_url if path.stem == "agent_messages" else session.openai_base_url
-        return is_right(task, run(task, url, session.api_key))
+        answer = run(task, url, session.api_key)
+        return is_right(task, asyncio.run(answer) if asyncio.iscoroutine(answer) else answer)
 
     return Agent(call)
 

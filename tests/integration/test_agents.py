@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,9 @@ from transformers import AutoModelForCausalLM
 from rollout_engine import Agent, EvalTask, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
 from rollout_engine.base.errors import EpisodeError, RequestError
 from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing.models import CHAT_TEMPLATE
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 OPTIONS = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 512, "num_threads": 1}
 PARAMS = SamplingParams(max_tokens=8)
@@ -113,6 +117,25 @@ def test_a_seed_plays_the_same_again_whether_programs_or_functions(policy, progr
     assert other["tokens", "full"].shape != first["tokens", "full"].shape or not torch.equal(
         other["tokens", "full"], first["tokens", "full"]
     )
+
+
+def test_one_agent_over_three_apis_samples_the_same(tmp_path):
+    template = "{% for tool in tools or [] %}<tool_call>{{ tool['function']['name'] }}{% endfor %}" + CHAT_TEMPLATE
+    path = tiny_checkpoint(tmp_path)
+    (path / "chat_template.jinja").write_text(template)
+    with RolloutPolicy.from_pretrained(path, **OPTIONS) as made:
+        batches = [
+            play(
+                made,
+                Agent(str(EXAMPLES / f"agent_{name}.py"), reward=lambda output: len(output)),
+                [{"sum": "1+2"}],
+                num_samples=3,
+            )
+            for name in ("chat", "responses", "messages")
+        ]
+    assert list(batches[0]["error"]) == [None] * 3
+    for batch in batches[1:]:
+        assert_same(batch, batches[0])
 
 
 def test_an_agent_that_edits_its_past_has_branches_that_count_once(policy):
