@@ -106,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Run the example; returns the rows written to metrics.jsonl."""
     made = parser(__doc__.splitlines()[0], "runs/train_agent", steps=40, warm_up_steps=600, learning_rate=2e-4)
     made.add_argument("agent", nargs="?", default="agent_chat.py", help="a script of examples/")
+    made.add_argument("--policy", type=Path, help="the made policy of an earlier run, OUT/policy; default: make one")
     made.add_argument("--threads", action="store_true", help="call the script's `run` on threads")
     made.add_argument("--python", default=sys.executable, help="interpreter of the script")
     options = made.parse_args(arguments)
@@ -113,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     torch.manual_seed(options.seed)
     tokenizer = character_tokenizer(string.printable[:95], ["<calculator>", OPEN, CLOSE])
     tokenizer.chat_template = CHAT
-    path = make_policy(options.out / "policy", tokenizer, demonstrate, options)
+    path = options.policy or make_policy(options.out / "policy", tokenizer, demonstrate, options)
+    options.out.mkdir(parents=True, exist_ok=True)
     with RolloutPolicy.from_pretrained(str(path), dtype="float32") as policy:
         trainer = exact.enable(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
         history = list(steps(policy, trainer, make_agent(options), options))
