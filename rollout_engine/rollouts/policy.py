@@ -150,8 +150,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
                 tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
-            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`, or
-                `rollout(tasks, params, env=Agent(...))`).
+            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, env=)`, `(tasks, env=)`).
 
         Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
         engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,
