@@ -104,7 +104,7 @@ def steps(policy: RolloutPolicy, trainer: Any, agent: Agent, options: Namespace)
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Run the example; returns the rows written to metrics.jsonl."""
-    made = parser(__doc__.splitlines()[0], "runs/train_agent", steps=40, warm_up_steps=600, learning_rate=2e-4)
+    made = parser(__doc__.splitlines()[0], "runs/train_agent", steps=48, warm_up_steps=600)
     made.add_argument("agent", nargs="?", default="agent_chat.py", help="a script of examples/")
     made.add_argument("--policy", type=Path, help="the made policy of an earlier run, OUT/policy; default: make one")
     made.add_argument("--threads", action="store_true", help="call the script's `run` on threads")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import Agent, EvalTask, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
+from rollout_engine import Agent, AsyncLLM, EvalTask, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
 from rollout_engine.base.errors import EpisodeError, RequestError
 from rollout_engine.testing import tiny_checkpoint
 from rollout_engine.testing.models import CHAT_TEMPLATE
@@ -231,6 +231,26 @@ def test_groups_arrive_one_by_one_from_a_loop(policy):
     whole = play(policy, Agent(converse))
     assert [group["group_id"].tolist() for group in groups] == [[0, 0], [1, 1]]
     assert groups[1]["tokens", "full"].equal(whole["tokens", "full"][2:, : groups[1]["tokens", "full"].shape[1]])
+
+
+def test_tokens_carry_the_version_that_sampled_them_if_weights_change_in_a_session(policy, checkpoint):
+    model, before = AutoModelForCausalLM.from_pretrained(checkpoint), policy.policy_version
+
+    def waits(session, task):
+        messages = [{"role": "user", "content": "Hello"}]
+        messages.append(ask(session, messages))
+        policy.update_weights(model)
+        return len(ask(session, [*messages, {"role": "user", "content": "Again"}])["content"])
+
+    batch = play(policy, Agent(waits), [None], num_samples=1)
+    versions, turns = batch["policy_version"], batch["masks", "turn"]
+    assert set(versions[turns == 0].tolist()) == {before} and set(versions[turns == 1].tolist()) == {before + 1}
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_process_answers_agents_alike(policy, checkpoint, program):
+    with RolloutPolicy(AsyncLLM(checkpoint, **OPTIONS)) as other:
+        assert_same(play(other, Agent(program)), play(policy, Agent(program)))
 
 
 def test_an_evaluation_asks_an_agent_all_rows_and_resumes(policy, tmp_path):
