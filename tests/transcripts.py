@@ -21,6 +21,7 @@ from rollout_engine.testing.models import CHAT_TEMPLATE
 
 FOLDER = Path(__file__).parent / "unit" / "serve" / "transcripts"
 _TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }} by <tool_call>{% endfor %}"
+_CALLS = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
 _KEYED_BY_TOKENS = ("top_logprobs", "prompt_logprobs")
 _TYPES = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
 
@@ -28,7 +29,7 @@ _TYPES = {str: "string", bool: "boolean", int: "number", float: "number", type(N
 def served_checkpoint(directory: Path) -> Path:
     """Write the model that clients are recorded with: tiny, and its chat template knows of tools."""
     path = tiny_checkpoint(directory, std=0.4)  # far enough from uniform for OpenEnv's probe to measure
-    path.joinpath("chat_template.jinja").write_text(_TOOLS + CHAT_TEMPLATE)
+    path.joinpath("chat_template.jinja").write_text(_TOOLS + CHAT_TEMPLATE.replace("<eos>", f"{_CALLS}<eos>", 1))
     return path
 
 

@@ -71,7 +71,7 @@ class GroupBatcher:
     def describe(
         self, batch: RolloutBatch, params: Sequence[SamplingParams], adapters: Sequence[str | None], layout: Layout
     ) -> RolloutBatch:
-        """Note on a batch what it was sampled with, and give hidden states the model's dtype. Returns the batch."""
+        """Note the settings of its sampling on a batch, and give hidden states the model's dtype. Returns the batch."""
         if "hidden_states" in batch.keys():
             batch["hidden_states"] = batch["hidden_states"].to(getattr(torch, self._dtype))
         over_support = not self._has_processors and "support" in batch.keys() and all(map(is_over_support, params))

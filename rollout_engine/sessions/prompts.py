@@ -66,7 +66,7 @@ class ChatPrompts:
             return None
         return OwnIds(ids, new, now)
 
-    def said(self, token_ids: list[int]) -> str:
+    def read_answer(self, token_ids: list[int]) -> str:
         """The text of an answer without its end tokens."""
         return self._codec.decode(self._codec.without_end(token_ids)) if token_ids else ""
 

@@ -39,7 +39,7 @@ def bytes_of(sample: CompletionOutput) -> int:
     arrays = [getattr(sample, name) for name in _COLUMNS]
     for pair in (sample.top_logprobs, sample.support):
         arrays += pair or ()
-    size = sum(each.nbytes for each in arrays if each is not None)
+    size = sum(int(each.nbytes) for each in arrays if each is not None)
     return size + BYTES_OF_ID * len(sample.token_ids) + len(sample.text)
 
 

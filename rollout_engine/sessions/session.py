@@ -139,7 +139,7 @@ class Session:
                 return
             for sample, answer in zip(samples, answers, strict=True):
                 if sample.token_ids:  # else it was aborted before its first token
-                    message = {"role": "assistant", "content": "", **_given(answer)}
+                    message = {"role": "assistant", "content": "", **_without_nulls(answer)}
                     self._add(place, sample, as_messages([message])[0])
 
     def cancel(self, place: Place) -> None:
@@ -182,7 +182,8 @@ class Session:
             self.is_deleted = True
             self._forest, self._num_sample_bytes, self.num_tokens = Forest(), 0, 0
             self.known_responses = KnownResponses()
-            self._open.clear(), self._row_rewards.clear()
+            self._open.clear()
+            self._row_rewards.clear()
 
     def _find(self, prompts: ChatPrompts, messages: Messages, keys: list[Key]) -> Found:
         """The request's conversation; missing thinking is overlooked if the template does not show it anyway."""
@@ -236,7 +237,7 @@ class Session:
         turn = Turn(len(forest.turns), node, parent, first or place.origin, began, own_ids, sample)
         turn.new_messages, turn.shown = place.own.new_messages, place.own.shown
         turn.params, turn.adapter = place.params, place.adapter
-        turn.said = place.prompts.said(sample.token_ids)
+        turn.said = place.prompts.read_answer(sample.token_ids)
         (key,), (size,) = keys_of([answer])
         turn.answered = forest.extend(node, answer, key, size)
         if parent is not None and parent.shown is not None:
@@ -255,5 +256,5 @@ def _is_beside(place: Place, other: Place) -> bool:
     return place.prompts.key == other.prompts.key and place.keys == other.keys
 
 
-def _given(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if value is not None}

@@ -140,7 +140,7 @@ class ChatTurns:
         end = self._codec.decode(list(sampled[len(kept) :]))
         if end and self.closing.startswith(end) and not text.startswith(end):
             text = self._text_from(end, text, said)
-        elif end and has_ended and not self.closing.startswith(end):
+        elif end and has_ended and not self.closing.startswith(end) and not text.startswith(end):
             self._codec.warn_once(
                 f"Answers end with {end!r}, and the chat template closes them by {self.closing!r}: earlier turns have "
                 "both, since what was sampled is never changed. A policy that serves under this template should sample "

@@ -4,7 +4,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,10 @@ class TextCodec:
             end -= 1
         return list(token_ids[:end])
 
-    def special_text(self, token_id: int) -> str | None:
-        """The text of a special token, which decoding can leave out; None for any other token."""
-        return self._added[token_id] if token_id in self._special else None
+    @cached_property
+    def special_texts(self) -> dict[int, str]:
+        """The texts of the special tokens, which decoding can leave out, by their ids."""
+        return {token_id: self._added[token_id] for token_id in self._special}
 
     def has_template(self, name: str) -> bool:
         """Whether the tokenizer has a chat template of this name."""

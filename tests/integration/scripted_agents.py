@@ -168,7 +168,9 @@ STEPS = [
 
 def whole_answer(text):
     """The body of a whole answer that a stream's events add up to."""
-    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line][:-1]
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    events = [json.loads(line) for line in lines]
     choices = {}
     for event in events:
         for part in event["choices"]:

@@ -44,14 +44,14 @@ def trainer():
     return exact.enable(tiny_model())
 
 
-def play(gateway, sessions, num_steps):
+def play(gateway, sessions, num_steps, first_seed):
     """Run an agent in each session, in process; returns the agents."""
 
     async def run():
         app = gateway._server.app
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), timeout=600) as client:
             agents = []
-            for seed, session in enumerate(sessions):
+            for seed, session in enumerate(sessions, first_seed):
                 headers = {"authorization": f"Bearer {session.api_key}"}
 
                 async def post(body, url=f"{session.openai_base_url}/chat/completions", headers=headers):
@@ -84,10 +84,13 @@ def sampled_in(rows):
             yield tuple(prompt), tuple(row.response[span]), tuple(sample.logprobs.tolist())
 
 
-@pytest.mark.parametrize("count, num_steps", [(12, 6), pytest.param(1_000, 10, marks=pytest.mark.slow)])
-def test_rows_of_agents_are_the_engines_own(gateway, trainer, count, num_steps):
+MANY = [pytest.param(seed, 250, 10, marks=pytest.mark.slow) for seed in range(1_000, 2_000, 250)]
+
+
+@pytest.mark.parametrize("first_seed, count, num_steps", [(0, 30, 4), *MANY])
+def test_rows_of_agents_are_the_engines_own(gateway, trainer, first_seed, count, num_steps):
     sessions = [gateway.session(group_id=index % 4) for index in range(count)]
-    agents = play(gateway, sessions, num_steps)
+    agents = play(gateway, sessions, num_steps, first_seed)
     reasons = Counter()
     for agent, session in zip(agents, sessions, strict=True):
         rows = session.rows()
@@ -117,10 +120,10 @@ def test_sessions_of_a_group_are_its_samples(gateway):
                 client.chat.completions.create(model="default", messages=messages, max_tokens=3, temperature=0.1)
     batch = gateway.batch([*sessions, alone], rewards=[1.0, 0.0, 0.5, 9.0])
     ids = [each.id for each in (sessions[0], sessions[1], sessions[1], sessions[2], alone, alone)]
-    assert batch["session_id"].tolist() == ids and batch["group_id"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert list(batch["session_id"]) == ids and batch["group_id"].tolist() == [0, 0, 0, 0, 1, 1]
     assert batch["episode_id"].tolist() == [0, 1, 1, 2, 3, 3] and batch["sample_index"].tolist() == [0, 1, 1, 2, 0, 0]
     assert batch["parent_row"].tolist() == [-1, -1, 0, -1, -1, 0] and batch["row_index"].tolist() == [0, 0, 1, 0, 0, 1]
-    assert batch["began"].tolist() == ["start", "start", "edited", "start", "start", "edited"]
+    assert list(batch["began"]) == ["start", "start", "edited", "start", "start", "edited"]
     found = advantages.grpo(batch["next", "reward"], batch["group_id"], scale=False).squeeze(-1).tolist()
     assert np.allclose(found, [0.5, -0.5, -0.5, 0.0, 0.0, 0.0]), "a session counts once, and its rows share"
     packed = gateway.batch(sessions, layout="packed")
@@ -141,7 +144,7 @@ def test_an_update_during_a_session_shows_in_its_versions(checkpoint):
                 policy.update_weights(tiny_model(seed=seed + 1))
         batch = gateway.batch([session], rewards=[1.0])
         versions = batch["policy_version"][batch["masks", "all_assistant_mask"]].tolist()
-        assert sorted(set(versions)) == [0, 1] and batch["began"].tolist() == ["start"]
+        assert sorted(set(versions)) == [0, 1] and list(batch["began"]) == ["start"]
         assert exact.check(batch, model=exact.enable(tiny_model(seed=1))).num_tokens >= 1
 
 

@@ -6,8 +6,8 @@ Sampled text is never tokenized again. If the chat template rewrites earlier tur
 conversation as the template now writes it (`branches`), or the episode is refused.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,7 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.pictures import PlacedPicture, shift_pictures
 from rollout_engine.text.chat_turns import RewrittenTurns, once_followed
+from rollout_engine.text.formats.tool_calls import PROMPT_END
 from rollout_engine.text.picture_processor import ReadPicture
 
 
@@ -36,6 +37,10 @@ class Turns(Protocol):
         self, token_ids: list[int], pictures: Sequence[ReadPicture]
     ) -> tuple[list[int], list[PlacedPicture]]: ...
     def check_pictures(self, pictures: Sequence[PlacedPicture], token_ids: Sequence[int]) -> None: ...
+
+
+WriteAnswer: TypeAlias = Callable[[CompletionOutput, list[int], int], Message | None]
+"""(answer, end of its prompt, number of calls so far) -> its message; None: its text is its content."""
 
 
 class Row(msgspec.Struct):
@@ -73,12 +78,16 @@ class Row(msgspec.Struct):
 class Conversation:
     """The messages and answers of one seat. A policy plays it if `turns` is given, else a function of the user's."""
 
-    def __init__(self, turns: Turns | None, *, branches: bool = False) -> None:
+    def __init__(self, turns: Turns | None, *, branches: bool = False, write: WriteAnswer | None = None) -> None:
+        """`write`: makes the message of an answer; None: its text is its content."""
         self.messages: list[Message] = []
         self.rows: list[Row] = []
         self.rewards: list[float] = []
         """One per turn."""
-        self._turns, self._branches = turns, branches
+        self._turns, self._branches, self._write = turns, branches, write
+        self._num_calls = 0
+        self._call_ids: list[str] = []
+        """Ids of the last answer's calls whose results have not been read."""
         self._unread: list[Message] = []
         self._pictures: list[ReadPicture] = []
         """Pictures of the messages, in order; the last `_num_unread` stand in messages that are not read yet."""
@@ -94,6 +103,7 @@ class Conversation:
 
     def read(self, messages: list[Message]) -> None:
         """Add the messages before the next answer, pictures as the policy gets them. Raises `RequestError`."""
+        messages = [self._with_call_id(message) for message in messages]
         if self._turns is not None:
             messages, pictures = self._turns.read_pictures(messages)
             self._pictures += pictures
@@ -140,14 +150,27 @@ class Conversation:
 
     def answer(self, sample: CompletionOutput) -> None:
         """Add the policy's answer."""
-        self.rows[-1].add_sample(self.num_turns, sample)
-        self.say(sample.text)
+        row, written = self.rows[-1], None
+        if self._write is not None:
+            written = self._write(sample, (row.prompt[-PROMPT_END:] + row.response)[-PROMPT_END:], self._num_calls)
+        row.add_sample(self.num_turns, sample)
+        self.say(sample.text, written)
 
-    def say(self, text: str) -> None:
-        """Add the text of an answer, and the reward given before any."""
-        self.messages.append(self._turns.message(text) if self._turns else {"role": "assistant", "content": text})
+    def say(self, text: str, written: Message | None = None) -> None:
+        """Add the text of an answer, or its message, and the reward given before any."""
+        plain = self._turns.message(text) if self._turns else {"role": "assistant", "content": text}
+        message = plain if written is None else written
+        self._call_ids = [call["id"] for call in message.get("tool_calls", ())]
+        self._num_calls += len(self._call_ids)
+        self.messages.append(message)
         self.rewards.append(self._early_reward)
         self._early_reward = 0.0
+
+    def _with_call_id(self, message: Message) -> Message:
+        """A result with the id of its call, for templates that read it."""
+        if message["role"] != "tool" or "tool_call_id" in message or not self._call_ids:
+            return message
+        return message | {"tool_call_id": self._call_ids.pop(0)}
 
     def reward(self, reward: float) -> None:
         """Add a reward to the last turn."""

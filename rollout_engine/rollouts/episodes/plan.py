@@ -16,7 +16,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.tool_functions import ToolFunction, tool_functions, tool_name
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.text.conversations import ChatOptions
-from rollout_engine.text.formats.tool_calls import ToolFormat, check_format
+from rollout_engine.text.formats.choose import check_format_name
 
 OnRewrite = Literal["refuse", "branch"]
 Opponent = Frontend | Callable[[list[Message]], str]
@@ -49,8 +49,9 @@ class EpisodeOptions(TypedDict, total=False):
     """If the chat template rewrites earlier turns (drops their thinking, for example): "refuse", the default, ends the
     episode with an error, before anything is sampled if that is certain; "branch" begins a row of its own for each turn
     whose past was rewritten."""
-    tool_format: ToolFormat | None
-    """How the policy writes tool calls: "hermes", "llama3", "xml", "seed" or "glm"; None: as the template teaches."""
+    tool_format: str | None
+    """How the policy writes tool calls: a name of docs/environments.md, for example "hermes"; None: as the template
+    teaches."""
     seats: Mapping[int, Any] | None
     """Who plays which seat of an environment of several players: another `RolloutPolicy`, or a function from the
     seat's messages to a text. Seats not named are played by this policy (self-play)."""
@@ -80,7 +81,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     episode_thinking_budget: int | None
     episode_timeout: float
     on_rewrite: OnRewrite
-    tool_format: ToolFormat | None
+    tool_format: str | None
     max_in_flight: int
     opponents: dict[int, Opponent]
     """Players of the seats that this policy does not play."""
@@ -114,7 +115,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         if on_rewrite not in get_args(OnRewrite):
             raise RequestError.for_field("on_rewrite", on_rewrite, " or ".join(map(repr, get_args(OnRewrite))))
         if tool_format is not None:
-            check_format(tool_format)
+            check_format_name(tool_format)
         tools = chat.pop("tools", None) or ()
         budget = as_int("episode_thinking_budget", options.get("episode_thinking_budget"), 0, _MAX_COUNT)
         own = budget if checked.thinking_budget is None else checked.thinking_budget

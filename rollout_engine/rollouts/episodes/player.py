@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from typing import Any, get_args
 
 from rollout_engine.base.errors import LifecycleError, RequestError
@@ -15,9 +16,10 @@ from rollout_engine.rollouts.episodes.episode import Ask
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
 from rollout_engine.text.chat_turns import ChatTurns
+from rollout_engine.text.formats.bridge import message_of, needs_parts
 from rollout_engine.text.formats.choose import call_format
 from rollout_engine.text.formats.taught_format import taught_format
-from rollout_engine.text.formats.tool_calls import ToolCalls, ToolFormat
+from rollout_engine.text.formats.tool_calls import TextForm, ToolCalls, ToolFormat
 from rollout_engine.text.prompts import with_lora
 from rollout_engine.text.text_turns import TextTurns
 from rollout_engine.text.tokenizer import TextCodec
@@ -46,6 +48,9 @@ class Player:
         self._form = plan.tool_format or self._taught_form()
         self._reader = None if self._form is None else call_format(self._codec, self._template(), self._form)
         self._require_form(self._all_tools([]))
+        self._writes = self._reader is not None and self._form not in get_args(TextForm)
+        """Whether an answer's message differs from its text, in which special tokens are left out."""
+        self._in_parts = self._writes and self._takes_parts()
         self._asked: list[tuple[int, Ask]] = []
         """Episodes whose turns are to be queued."""
         self._open: dict[str, tuple[int, Ask]] = {}
@@ -67,7 +72,8 @@ class Player:
         turns = self._turns_with(tools)
         if self._refuses:
             self._require_unchanged_turns(turns, may_call=bool(tools or self._plan.tools))
-        return Conversation(turns, branches=self._plan.on_rewrite == "branch")
+        write = partial(self._write, turns, tools) if self._writes else None
+        return Conversation(turns, branches=self._plan.on_rewrite == "branch", write=write)
 
     def find_calls(self, sample: CompletionOutput, tools: list[dict[str, Any]], prompt_end: list[int]) -> ToolCalls:
         """Find the calls in an answer to a prompt that ends with the ids `prompt_end`."""
@@ -75,6 +81,17 @@ class Player:
             return ToolCalls()
         parts = self._reader.read(sample.token_ids, sample.text, prompt_end=prompt_end, tools=self._all_tools(tools))
         return ToolCalls(parts.found)
+
+    def _write(
+        self, turns: Turns, tools: list[dict[str, Any]], sample: CompletionOutput, prompt_end: list[int], number: int
+    ) -> dict[str, Any] | None:
+        """The message of an answer whose tags are tokens: in parts, or in one text with its tags."""
+        assert self._reader is not None, "it has tags"
+        if not self._in_parts:
+            has_tags = self._reader.has_tags(sample.token_ids)
+            return turns.message(self._reader.spell_answer(sample.token_ids)) if has_tags else None
+        parts = self._reader.read(sample.token_ids, sample.text, prompt_end=prompt_end, tools=self._all_tools(tools))
+        return message_of(parts, [f"call{number + index:05}" for index in range(len(parts.calls))])
 
     def ask(self, key: int, ask: Ask) -> None:
         """Have the next `queue` ask for an episode's turn."""
@@ -171,6 +188,10 @@ class Player:
         if not self._has_template:
             return None
         return taught_format(self._codec, self._template())
+
+    def _takes_parts(self) -> bool:
+        assert self._reader is not None, "it has a form"
+        return self._has_template and needs_parts(self._codec, self._plan.chat, self._reader)
 
     def _template(self) -> str | None:
         return self._plan.chat.get("chat_template")

@@ -102,13 +102,23 @@ class Retries:
         """`seconds`: how long an answer is kept after its end."""
         self._seconds = seconds
         self._answers: dict[Key, Answer] = {}
+        self._running: set[Answer] = set()
+        """Answers that have not ended, also those that no copy gets any more."""
 
-    def join(self, key: Key, make: Callable[[], Awaitable[Reply | Events]], now: float) -> Answer:
-        """The answer of an earlier copy of a request, or a new one, which `make` begins. `leave` it afterwards."""
+    def join(
+        self, key: Key, make: Callable[[], Awaitable[Reply | Events]], now: float, *, is_new: bool = False
+    ) -> Answer:
+        """The answer of an earlier copy of a request, or a new one, which `make` begins. `leave` it afterwards.
+
+        `is_new`: the request is no copy, though it may be equal to another; later copies get its answer.
+        """
         self.forget_late(now)
         found = self._answers.get(key)
-        if found is None or found.has_failed:
+        if found is None or found.has_failed or is_new:
+            self._answers.pop(key, None)  # the order of the answers is that of their requests
             found = self._answers[key] = Answer(make)
+            self._running.add(found)
+            found.task.add_done_callback(lambda _: self._running.discard(found))
         found.waiters += 1
         return found
 
@@ -135,9 +145,9 @@ class Retries:
 
     def close(self) -> None:
         """Cancel all that runs and forget the rest."""
-        for answer in self._answers.values():
+        for answer in self._running:
             answer.task.cancel()
         self._answers.clear()
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._running.union(self._answers.values()))

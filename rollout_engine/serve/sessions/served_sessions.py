@@ -20,6 +20,8 @@ from rollout_engine.sessions.prompts import PromptCache
 from rollout_engine.sessions.registry import Sessions
 from rollout_engine.sessions.session import Session
 
+_ATTEMPT = "x-stainless-retry-count"
+"""Header in which OpenAI's and Anthropic's clients count the attempts of a request, from 0."""
 _OFF = "This server keeps no sessions: start it with --sessions."
 
 
@@ -60,7 +62,9 @@ class ServedSessions:
     def delete(self, session_id: str) -> None:
         """Forget a session; its requests are cancelled. Raises `SessionNotFoundError`. Any thread may call it."""
         self.registry.delete(session_id)
-        if self._loop is not None and not self._loop.is_closed():
+        if self._loop is None or self._loop.is_closed():
+            self._forget(session_id)  # nothing runs that it could disturb
+        else:
             self._loop.call_soon_threadsafe(self._forget, session_id)
 
     def retries_of(self, session: Session) -> Retries:
@@ -100,7 +104,8 @@ class SessionRequest:
         key = await asked.read_fields(_digest_of, route.path, asked.headers.get("idempotency-key"), data)
         del data
         retries = self._owner.retries_of(self.session)
-        answer = retries.join(key, lambda: self._run(route, asked, served), time.monotonic())
+        is_new = asked.headers.get(_ATTEMPT) == "0"
+        answer = retries.join(key, lambda: self._run(route, asked, served), time.monotonic(), is_new=is_new)
         self._leave = lambda: retries.leave(key, answer, time.monotonic())
         return await answer.read()
 

@@ -19,7 +19,7 @@ from rollout_engine.base.tool_call import BrokenCall, ToolCall
 
 
 class AnswerParts(msgspec.Struct):
-    """What an answer consists of."""
+    """Thinking, words and calls of one answer."""
 
     thinking: str | None = None
     """Without its tags and the spaces at both ends; "": an empty block; None: there was none."""
@@ -79,7 +79,7 @@ class AnswerFormat(Protocol):
         tools: Iterable[Mapping[str, Any]] | None = None,
         skip_special_tokens: bool = True,
     ) -> AnswerParts:
-        """Read a whole answer. Never raises for what a policy wrote.
+        """Read a whole answer. Never raises for the text that a policy wrote.
 
         Args:
             token_ids: as sampled, end token included.
@@ -99,8 +99,17 @@ class AnswerFormat(Protocol):
     ) -> AnswerStream:
         """Begin to read an answer as it is sampled; arguments as in `read`."""
 
-    def write(self, thinking: str, text: str) -> str | None:
-        """An answer with thinking, then words, as the family writes it, tags included; None if it has no thinking."""
+    def write(self, thinking: str | None, text: str) -> str | None:
+        """An answer with thinking, then words, as the family writes it; None if it has no thinking."""
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        """An answer that is these calls, if models write them otherwise than chat templates do; None: they do not."""
+
+    def spell_answer(self, token_ids: Sequence[int]) -> str:
+        """The text of an answer with its tags, without the token that ended it."""
+
+    def has_tags(self, token_ids: Sequence[int]) -> bool:
+        """Whether any of these tokens is a tag."""
 
     def new_call_id(self, name: str, index: int) -> str:
         """An id for the call of a tool, the conversation's number `index`, as the family's template takes them."""

@@ -3,14 +3,19 @@
     prompt of the next turn = this turn's prompt + the sampled ids + glue            text/chat_turns.py
 
 `try_bridges` samples nothing: it writes answers as the template's own format has them, ends them as the template does,
-and asks `ChatTurns` for the glue behind them. What fails for one of these fails for what a policy samples alike.
+and asks `ChatTurns` for the glue behind them. A kind that fails here fails for answers of a policy that are written
+alike.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.tool_call import ToolCall
 from rollout_engine.text.chat_turns import ChatTurns, RewrittenTurns, once_followed
 from rollout_engine.text.conversations import ChatOptions
+from rollout_engine.text.formats.answer import AnswerFormat, AnswerParts
 from rollout_engine.text.formats.choose import answer_format
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -24,6 +29,8 @@ _SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "limit":
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "Look up.", "parameters": _SCHEMA}}
 _QUESTION = {"role": "user", "content": "A question: 3c2d1e0f."}
 _NEXT = {"role": "user", "content": "The next question."}
+_OPENING = re.compile(r"(?:<[\w:]*think>|\[THINK\])\s*\Z")
+"""The end of a prompt that opens thinking."""
 _WORDS, _THOUGHT = "Some words: 0f1e2d3c.", "Let me see: 1e0f."
 
 
@@ -38,47 +45,112 @@ def prove_bridge(codec: TextCodec, options: ChatOptions, name: str | None = None
 def try_bridges(codec: TextCodec, options: ChatOptions, name: str | None = None) -> dict[BridgeKind, Reason]:
     """The same by kind of answer. Kinds that the template does not write are left out."""
     form = answer_format(codec, options.get("chat_template"), name)
-    found: dict[BridgeKind, Reason] = {"words": _reason(codec, options, _WORDS, [_NEXT])}
+    words = _Trial(codec, options, form, [_NEXT])
+    found: dict[BridgeKind, Reason] = {"words": words.reason((form and form.write(None, _WORDS)) or _WORDS)}
     if form is not None and (thought := form.write(_THOUGHT, _WORDS)) is not None:
-        found["thinking"] = _reason(codec, options, thought, [_NEXT])
+        found["thinking"] = words.reason(thought)
     if form is None or form.name == "think":
         return found
     for kind, number in _CALLS.items():
         said, reason = _written_calls(codec, options, number)
+        if said is not None:
+            said = form.write_calls([ToolCall(_NAME, _arguments(index)) for index in range(number)]) or said
         if said is None:
-            if reason is not None:
-                found[kind] = reason
+            found |= {} if reason is None else {kind: reason}
             continue
-        results = [_result(index) for index in range(number)]
-        found[kind] = _reason(codec, options, said, results, has_tools=True)
+        trial = _Trial(codec, options, form, [_result(index) for index in range(number)])
+        found[kind] = trial.reason(said)
         if number == 1 and (thought := form.write(_THOUGHT, "")) is not None:
-            found["thinking before a call"] = _reason(codec, options, thought + said, results, has_tools=True)
+            found["thinking before a call"] = trial.reason(thought + said)
     return found
+
+
+def needs_parts(codec: TextCodec, options: ChatOptions, form: AnswerFormat) -> bool:
+    """Whether a template takes results of tools only behind a message with "tool_calls", not behind its text."""
+    said, _ = _written_calls(codec, options, 1)
+    trial = _Trial(codec, options, form, [_result(0)])
+    return said is not None and trial.is_refused(said, in_parts=False) and not trial.is_refused(said, in_parts=True)
+
+
+def message_of(parts: AnswerParts, call_ids: Sequence[str]) -> dict[str, Any]:
+    """The message of an answer in its parts; `call_ids`: one for each call."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.text}
+    if parts.thinking:
+        message["reasoning_content"] = parts.thinking
+    if parts.calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in parts.calls]
+        pairs = zip(call_ids, functions, strict=True)
+        message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each, function in pairs]
+    return message
 
 
 _CALLS: dict[BridgeKind, int] = {"one call": 1, "two calls": 2}
 
 
-def _reason(
-    codec: TextCodec, options: ChatOptions, said: str, new: list[dict[str, Any]], *, has_tools: bool = False
-) -> Reason:
-    """Why `new` messages cannot follow an answer that was sampled with this text, special tokens included."""
-    try:
-        turns = ChatTurns(codec, **_with_tools(options, has_tools))
-        past = [_QUESTION]
-        for _ in range(2):  # the second answer stands behind one that is no longer the last
+class _Trial:
+    """Answers, each followed by the same new messages."""
+
+    def __init__(
+        self, codec: TextCodec, options: ChatOptions, form: AnswerFormat | None, new: list[dict[str, Any]]
+    ) -> None:
+        self._codec, self._form, self._new = codec, form, new
+        self._has_tools = new[0]["role"] == "tool"
+        self._options = _with_tools(options, self._has_tools)
+
+    def reason(self, said: str) -> Reason:
+        """Why they cannot follow an answer that was sampled with this text, special tokens included."""
+        try:
+            self._continue(said, in_parts=False)
+        except RewrittenTurns as rewritten:
+            return once_followed([each["role"] for each in self._new], rewritten.how)
+        except RequestError as refused:
+            return self._reason_in_parts(said) if self._form is not None else str(refused)
+        return None
+
+    def is_refused(self, said: str, *, in_parts: bool) -> bool:
+        """Whether the template does not render them."""
+        try:
+            self._continue(said, in_parts=in_parts)
+        except RewrittenTurns:
+            return False
+        except RequestError:
+            return True
+        return False
+
+    def _reason_in_parts(self, said: str) -> Reason:
+        try:
+            self._continue(said, in_parts=True)
+        except RewrittenTurns as rewritten:
+            return once_followed([each["role"] for each in self._new], rewritten.how)
+        except RequestError as refused:
+            return str(refused)
+        return None
+
+    def _continue(self, said: str, *, in_parts: bool) -> None:
+        """Raise `RequestError` unless there is glue behind the first such answer and the second."""
+        turns, past = ChatTurns(self._codec, **self._options), [_QUESTION]
+        for _ in range(2):  # the first answer has other tokens behind it in the second prompt
             shown = turns.text(past)
-            opened = _unopened(shown, said)
-            token_ids = codec.encode(opened, add_special_tokens=False)
-            text = _shown(codec, token_ids)
-            end = codec.encode(turns.closing.rstrip(), add_special_tokens=False)[:1]
-            past += [turns.message(text), *new]
-            turns.between(shown, turns.text(past), text, [*token_ids, *end])
-    except RewrittenTurns as rewritten:
-        return once_followed([each["role"] for each in new], rewritten.how)
-    except RequestError as refused:
-        return str(refused)
-    return None
+            opened = self._behind(shown, said)
+            token_ids = self._codec.encode(opened, add_special_tokens=False)
+            message = turns.message(opened)
+            if in_parts and self._form is not None:
+                tools = self._options.get("tools") or []
+                parts = self._form.read(token_ids, opened, prompt_end=shown, tools=tools, skip_special_tokens=False)
+                message = message_of(parts, [call["id"] for call in map(_call, range(len(parts.calls)))])
+            end = self._codec.encode(turns.closing.rstrip(), add_special_tokens=False)[:1]
+            past += [message, *self._new]
+            turns.between(shown, turns.text(past), opened, [*token_ids, *end])
+
+    def _behind(self, shown: str, said: str) -> str:
+        """An answer behind a prompt: if that has opened the thinking, without the tag, and the thinking is closed."""
+        opening = _OPENING.search(shown)
+        if opening is None or self._form is None:
+            return said
+        tag = opening[0].strip()
+        if not said.startswith(tag):
+            said = self._form.write("", said) or said
+        return said.removeprefix(tag).lstrip("\n")
 
 
 def _written_calls(codec: TextCodec, options: ChatOptions, number: int) -> tuple[str | None, Reason]:
@@ -92,24 +164,15 @@ def _written_calls(codec: TextCodec, options: ChatOptions, number: int) -> tuple
         whole = codec.render_chat([_QUESTION, answer], **rendering)
     except RequestError:
         return None, None
-    if _NAME not in whole[len(shown) :] and "call0000" not in whole[len(shown) :]:
+    begun = _OPENING.sub("", shown)  # behind no thinking there may be no tag of it
+    start = len(begun) if whole.startswith(begun) else len(shown)
+    if _NAME not in whole[start:] and "call0000" not in whole[start:]:
         return None, None
-    if not whole.startswith(shown):
+    if not whole.startswith(begun):
         return None, "the chat template begins an answer that is a call otherwise than its prompt ends"
-    written = whole[len(shown) :]
+    written = whole[start:]
     closing = turns.closing if turns.closing and written.endswith(turns.closing) else ""
     return written.removesuffix(closing), None
-
-
-def _unopened(shown: str, said: str) -> str:
-    """An answer without thinking's tag at its beginning if the prompt ends with it."""
-    tag, found, rest = said.partition("\n")
-    return rest if found and tag and shown.rstrip().endswith(tag) else said
-
-
-def _shown(codec: TextCodec, token_ids: list[int]) -> str:
-    stream = codec.new_stream(skip_special_tokens=True)
-    return stream.push(token_ids) + stream.flush()
 
 
 def _with_tools(options: ChatOptions, has_tools: bool) -> dict[str, Any]:
@@ -120,8 +183,12 @@ def _with_tools(options: ChatOptions, has_tools: bool) -> dict[str, Any]:
 
 
 def _call(index: int) -> dict[str, Any]:
-    arguments = {"word": "a b", "limit": index}
-    return {"id": f"call0000{index}", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    function = {"name": _NAME, "arguments": _arguments(index)}
+    return {"id": f"call0000{index}", "type": "function", "function": function}
+
+
+def _arguments(index: int) -> dict[str, Any]:
+    return {"word": "a b", "limit": index}
 
 
 def _result(index: int) -> dict[str, Any]:

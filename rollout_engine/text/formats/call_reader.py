@@ -1,6 +1,8 @@
-"""What formats ask of a reader of calls."""
+"""The interface between formats and their readers of calls."""
 
+import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from rollout_engine.base.tool_call import BrokenCall, ToolCall
@@ -28,30 +30,37 @@ class Found(NamedTuple):
 class CallReader(Protocol):
     """Finds the calls in the text of a `Transcript` behind the thinking."""
 
+    reads_drafts: bool
+    """Whether a later </think> that nothing has opened makes drafts of the calls before it."""
+
     def find(self, full: str, start: int, is_thinking: bool | None, tools: Schemas) -> list[Found]:
         """All calls from `start` on; `is_thinking` as in `parse_tool_calls`."""
 
     def safe_end(self, full: str, start: int, at: int) -> tuple[int, bool]:
         """How far the text is surely no call, `at` known to be so far: (end, whether a call may begin there).
 
-        (end, False): what follows is too short to say.
+        (end, False): the rest is too short to decide.
         """
 
     def may_close(self, new: str) -> bool:
         """Whether new text may have completed a call, which is worth a `find`."""
 
 
-def first_of(full: str, at: int, openings: Iterable[str]) -> tuple[int, bool]:
+def first_of(full: str, at: int, wanted: tuple[str, ...]) -> tuple[int, bool]:
     """The first of some texts from `at` on: (its start, True), or (start of what may begin one, False)."""
-    wanted = [each for each in openings if each]
-    places = [place for each in wanted if (place := full.find(each, at)) >= 0]
-    if places:
-        return min(places), True
-    return min([len(full), *(_start_of_partial(full, at, each) for each in wanted)]), False
+    found = _pattern(wanted).search(full, at)
+    if found is not None:
+        return found.start(), True
+    return min(_start_of_partial(full, at, each) for each in wanted), False
+
+
+@lru_cache(256)
+def _pattern(wanted: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, wanted)))
 
 
 def _start_of_partial(full: str, at: int, wanted: str) -> int:
-    """The place at the end of `full` where a beginning of `wanted` stands, or the end."""
+    """The start of a beginning of `wanted` at the end of `full`, or the end."""
     for length in range(min(len(wanted) - 1, len(full) - at), 0, -1):
         if full.endswith(wanted[:length]):
             return len(full) - length
@@ -59,7 +68,7 @@ def _start_of_partial(full: str, at: int, wanted: str) -> int:
 
 
 def begins_with_calls(full: str, start: int, beginnings: tuple[str, ...]) -> bool | None:
-    """Whether the text from `start` on begins with one of these, after spaces; None: it is too short to say.
+    """Whether the text from `start` on begins with one of these, after spaces; None: it is too short to decide.
 
     Of forms whose calls have no closing tag: all of such an answer is calls, or nothing is.
     """

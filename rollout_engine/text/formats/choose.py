@@ -4,6 +4,7 @@ from typing import get_args
 
 from rollout_engine.text.formats.answer import AnswerFormat
 from rollout_engine.text.formats.make import THINKING, make_format
+from rollout_engine.text.formats.renderers_format import RENDERERS, RenderersFormat, check_renderer
 from rollout_engine.text.formats.tagged import Tags
 from rollout_engine.text.formats.taught_format import taught_format
 from rollout_engine.text.formats.tool_calls import TextForm, ToolFormat, check_format, format_of_template
@@ -17,7 +18,8 @@ def answer_format(
 
     Args:
         template: as `chat_template` of `ChatOptions`; None: the tokenizer's own.
-        name: a `ToolFormat` that calls are written in, whatever the template says; "think": thinking alone.
+        name: a `ToolFormat` that calls are written in, whatever the template teaches; "think": thinking alone;
+            "renderers:NAME": as the package `renderers` reads a family (its extra has to be installed).
         runs_template: whether the template may be rendered to see that it writes calls as it is read here; False for
             templates of strangers.
 
@@ -30,16 +32,26 @@ def answer_format(
         form = (
             taught_format(codec, template) if runs_template else format_of_template(codec.find_template(template, [{}]))
         )
+    elif name.startswith(RENDERERS):
+        return RenderersFormat(codec, name)
     elif name != "think":
         form = check_format(name)
     return make_format(codec, form, _find_tags(codec, text, is_wanted=name == "think"))
 
 
-def call_format(codec: TextCodec, template: str | None, form: ToolFormat) -> AnswerFormat:
-    """The format that finds the calls of a form in answers, thinking that a template knows left aside.
+def check_format_name(name: str) -> str:
+    """Return the name of a form of calls, as `answer_format` takes it. Raises `RequestError` for another one."""
+    return check_renderer(name) if name.startswith(RENDERERS) else check_format(name)
+
+
+def call_format(codec: TextCodec, template: str | None, form: str) -> AnswerFormat:
+    """The format that finds the calls of a form in answers, without thinking that a template has.
 
     Of a `TextForm` thinking stays text, in which drafts of calls are no calls, as `parse_tool_calls` has it.
     """
+    if form.startswith(RENDERERS):
+        return RenderersFormat(codec, form)
+    form = check_format(form)
     if form in get_args(TextForm):
         found = make_format(codec, form, None)
     else:

@@ -33,6 +33,8 @@ from rollout_engine.text.formats.pythonic_calls import PythonicCalls
 from rollout_engine.text.formats.tool_arguments import parse_json, raw_json
 from rollout_engine.text.formats.transcript import MARK, Spell
 
+_MAX_NAME = 1024
+"""Characters of a name."""
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 _MISTRAL_NAME = re.compile(r"\s*([\w.\-/:]+)\s*")
 _DEEPSEEK_NAME = re.compile(r"\s*([^\n`]+?)\s*```(?:json)?\s*")
@@ -98,7 +100,7 @@ def _mistral(spell: Spell) -> CallReader:
             raise Unreadable("neither a JSON list of calls, nor NAME[ARGS]{...}")
         at = match.end()
         if text.startswith(call_id, at):
-            at = text.find(begin, at)
+            at = text.find(begin, at, at + _MAX_NAME)
             if at < 0:
                 raise Unreadable("it has no [ARGS]")
         at = at + len(begin) if text.startswith(begin, at) else at
@@ -158,7 +160,7 @@ def _dsml(spell: Spell) -> CallReader:
 
 
 def _invoke_reader(prefix: str) -> Callable[[str, int], tuple[ToolCall, int]]:
-    """A reader of what stands between `<invoke` and `</invoke>`: a name and parameters. `prefix`: of all tags."""
+    """A reader of the name and parameters between `<invoke` and `</invoke>`. `prefix`: of all tags."""
     tag = re.escape(prefix)
     value = re.compile(
         rf'<{tag}parameter name="([^"\n]+)"(?:\s+string="(true|false)")?\s*>(.*?)</{tag}parameter>\s*'
@@ -213,7 +215,7 @@ def _read_value(text: str, at: int) -> tuple[Any, int]:
 
 def _text_until(text: str, at: int, tag: str) -> tuple[str, int]:
     """The text before a tag on the same line, and the place behind the tag."""
-    end = text.find(tag, at)
+    end = text.find(tag, at, at + _MAX_NAME)
     if end < 0 or "\n" in text[at:end].strip():
         raise Unreadable(f"it has no {tag.replace(MARK, '')}")
     return text[at:end].strip(), end + len(tag)

@@ -1,4 +1,4 @@
-"""Finds calls between tags that a family has tokens for: whatever stands between two such tokens is meant as a call.
+"""Finds calls between tags that a family has tokens for: all text between two such tokens is meant as a call.
 
 A tokenizer that has no token for a tag leaves only its text to look for. Then a tag that is not followed by a call and
 has no closing tag is prose.
@@ -25,7 +25,7 @@ ReadCalls: TypeAlias = Callable[[str, int], tuple[list[ToolCall], int]]
 
 
 class Frame(NamedTuple):
-    """Tags, as `Transcript.full` spells them, and what stands between them."""
+    """Tags, as `Transcript.full` spells them, and a reader of the text between them."""
 
     opening: str
     closing: str
@@ -42,17 +42,20 @@ class FramedCalls:
         is_typed: whether values are written as text, whose types the tools' schemas give.
     """
 
+    reads_drafts = False
+
     def __init__(self, frames: Sequence[Frame], around: Sequence[str] = (), *, is_typed: bool = False) -> None:
         self._frames, self._around, self._is_typed = frames, around, is_typed
-        self._openings = [frame.opening for frame in frames]
+        self._openings = tuple(frame.opening for frame in frames)
+        self._tags: tuple[str, ...] = (*self._openings, *around)
 
     def find(self, full: str, start: int, is_thinking: bool | None, tools: Schemas) -> list[Found]:
-        """See `CallReader.find`; what is thinking was settled before."""
+        """See `CallReader.find`; thinking has been removed before."""
         found: list[Found] = []
         num, at = 0, start
         parameters = _parameters(tools) if self._is_typed else {}
         while num <= MAX_CALLS:
-            at, is_there = first_of(full, at, [*self._openings, *self._around])
+            at, is_there = first_of(full, at, self._tags)
             if not is_there:
                 break
             frame = next((each for each in self._frames if full.startswith(each.opening, at)), None)
@@ -62,14 +65,14 @@ class FramedCalls:
                 continue
             if num + len(part.calls) > MAX_CALLS:
                 problem = f"more than {MAX_CALLS} calls in one answer"
-                part = part._replace(calls=[_broken(full[part.start : part.end], problem)], is_closed=False)
+                part = part._replace(calls=[_make_broken(full[part.start : part.end], problem)], is_closed=False)
             found.append(part._replace(calls=[_with_types(each, parameters) for each in part.calls]))
             num, at = num + len(part.calls), part.end
         return found
 
     def safe_end(self, full: str, start: int, at: int) -> tuple[int, bool]:
         """See `CallReader.safe_end`."""
-        return first_of(full, at, [*self._openings, *self._around])
+        return first_of(full, at, self._tags)
 
     def may_close(self, new: str) -> bool:
         """See `CallReader.may_close`."""
@@ -87,30 +90,30 @@ class FramedCalls:
                 return Found(start, end, list(calls), is_closed=True)
             if full.startswith(frame.closing, stop):
                 return Found(start, stop + len(frame.closing), list(calls), is_closed=True)
-            if stop == len(full) or full.startswith((*self._openings, *self._around), stop):
+            if stop == len(full) or full.startswith(self._tags, stop):
                 return Found(start, end, list(calls), is_closed=False)
             problem = f"something other than {frame.closing.replace(MARK, '')} follows it"
         except (Unreadable, ValueError, RecursionError) as reason:
             problem = str(reason) if isinstance(reason, Unreadable) else f"not JSON: {reason}"
-        tags = (*self._openings, *self._around, *([frame.closing] if frame.closing else []))
+        tags = (*self._tags, frame.closing) if frame.closing else self._tags
         stop, is_tag = first_of(full, inner, tags)
         stop = stop if is_tag else len(full)
         if is_tag and frame.closing and full.startswith(frame.closing, stop):
-            return Found(start, stop + len(frame.closing), [_broken(full[inner:stop], problem)], is_closed=False)
+            return Found(start, stop + len(frame.closing), [_make_broken(full[inner:stop], problem)], is_closed=False)
         if MARK not in frame.opening:
             return None
-        return Found(start, stop, [_broken(full[inner:stop], problem)], is_closed=False)
+        return Found(start, stop, [_make_broken(full[inner:stop], problem)], is_closed=False)
 
     def _tag_at(self, full: str, at: int, found: Sequence[Found]) -> Found | None:
         """A tag around the calls, which is no word; None if it is prose: text, and not next to a call."""
         tag = next(each for each in self._around if full.startswith(each, at))
         end = at + len(tag)
         follows = bool(found) and after_space(full, found[-1].end) == at
-        precedes = full.startswith(tuple(self._openings), after_space(full, end))
+        precedes = full.startswith(self._openings, after_space(full, end))
         return Found(at, end, [], is_closed=True) if MARK in tag or follows or precedes else None
 
 
-def _broken(text: str, problem: str) -> BrokenCall:
+def _make_broken(text: str, problem: str) -> BrokenCall:
     return BrokenCall(text.replace(MARK, "")[:MAX_PROBLEM_CHARACTERS], problem)
 
 

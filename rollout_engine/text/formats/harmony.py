@@ -9,6 +9,7 @@ A message with a recipient is a call, whichever channel it is in; `analysis` is 
 recipient is read before or behind the channel.
 """
 
+import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,13 @@ from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 from rollout_engine.text.formats.call_reader import Schemas, first_of
 from rollout_engine.text.formats.json_calls import MAX_CALL_CHARACTERS, MAX_CALLS, MAX_PROBLEM_CHARACTERS
 from rollout_engine.text.formats.tool_arguments import parse_json
-from rollout_engine.text.formats.tool_calls import PROMPT_END
-from rollout_engine.text.formats.transcript import MARK, Transcript, find_tags
+from rollout_engine.text.formats.transcript import MARK, Transcript, find_tags, written_text
 from rollout_engine.text.formats.words import Words
 from rollout_engine.text.tokenizer import TextCodec
 
 TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_HEADER = 256
+"""Tokens at the end of a prompt in which its last header is looked for."""
 _RECIPIENT = re.compile(rf"(?:^|\s)to=([^\s<{MARK}]+)")
 
 
@@ -38,7 +40,7 @@ class _Message(NamedTuple):
     end: int
     """The body, without tags."""
     next: int
-    """Where the next header begins."""
+    """Start of the next header."""
     is_closed: bool
 
 
@@ -80,17 +82,31 @@ class HarmonyFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return HarmonyStream(self, transcript, self._header_of(prompt_end), finds_calls=tools is not None)
 
-    def write(self, thinking: str, text: str) -> str | None:
+    def write(self, thinking: str | None, text: str) -> str | None:
         """See `AnswerFormat.write`."""
-        thought = f"<|channel|>analysis<|message|>{thinking}<|end|><|start|>assistant"
+        thought = "" if thinking is None else f"<|channel|>analysis<|message|>{thinking}<|end|><|start|>assistant"
         return f"{thought}<|channel|>final<|message|>{text}" if text else thought
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        """See `AnswerFormat.write_calls`: the recipient stands behind the channel."""
+        head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+        written = [head.format(call.name, json.dumps(call.arguments)) for call in calls]
+        return "<|start|>assistant".join(written)
+
+    def spell_answer(self, token_ids: Sequence[int]) -> str:
+        """See `AnswerFormat.spell_answer`."""
+        return written_text(self._codec, self._ids, token_ids)
+
+    def has_tags(self, token_ids: Sequence[int]) -> bool:
+        """See `AnswerFormat.has_tags`."""
+        return any(token_id in self._ids for token_id in token_ids)
 
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def next_message(self, full: str, at: int, header: str, seen: int) -> _Message | None:
-        """The message whose header goes on at `at`, behind `header` of the prompt; None if its header is unfinished.
+        """The message whose header continues at `at`, behind `header` of the prompt; None if its header is unfinished.
 
         `seen`: no end of its body stands before this place.
         """
@@ -126,7 +142,7 @@ class HarmonyFormat:
             text = self._spell(prompt_end)
         else:
             transcript = Transcript(self._codec, self._ids, "", skip_special_tokens=False)
-            transcript.push(prompt_end[-PROMPT_END:])
+            transcript.push(prompt_end[-_HEADER:])
             text = transcript.full
         _, begins, header = text.rpartition(self._start)
         if not begins or any(end in header for end in self._ends):
@@ -141,14 +157,14 @@ class HarmonyStream:
     def __init__(self, form: HarmonyFormat, transcript: Transcript, header: str, *, finds_calls: bool) -> None:
         self._form, self._transcript, self._header, self._finds_calls = form, transcript, header, finds_calls
         self._at = 0
-        """Where the message begins that is being read: its header, or its body if the prompt has written the header."""
+        """Start of the message that is being read: its header, or its body behind a header of the prompt."""
         self._limit = 0
         """Characters of the shown text that the engine has released."""
         self._words = {"thinking": Words("\n"), "text": Words("\n")}
         self._begun: int | None = None
         """Start of the body that is being returned."""
         self._seen = 0
-        """Up to where it has been searched for its end."""
+        """End of the part of it that has been searched for its end."""
         self._parts = AnswerParts()
 
     @property
@@ -189,7 +205,7 @@ class HarmonyStream:
             yield from self._speak("text", _Message("text", "", 0, len(full), len(full), is_closed=False))
 
     def _speak(self, kind: Literal["thinking", "text"], message: _Message) -> Iterator[AnswerPiece]:
-        """Return what is new of a body."""
+        """Return the new part of a body."""
         place, words = self._transcript.place, self._words[kind]
         if self._begun != message.start:
             self._begun = message.start

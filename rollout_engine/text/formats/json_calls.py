@@ -1,4 +1,4 @@
-"""What readers of calls share: bounds, spaces, and a call as a JSON object."""
+"""Parts of all readers of calls: bounds, spaces, and a call as a JSON object."""
 
 import re
 from typing import Any

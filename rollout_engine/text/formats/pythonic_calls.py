@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rollout_engine.base.structured_outputs import is_plain
 from rollout_engine.base.tool_call import BrokenCall, ToolCall
 from rollout_engine.text.formats.call_reader import Found, Schemas, begins_with_calls
 from rollout_engine.text.formats.json_calls import (
@@ -19,6 +20,7 @@ from rollout_engine.text.formats.json_calls import (
 from rollout_engine.text.formats.tool_arguments import parse_json
 from rollout_engine.text.formats.transcript import MARK, Spell
 
+_MAX_NESTING = 64
 _BLOCK = re.compile(r"```tool_code\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _TAGS = ("<|python_start|>", "```tool_code")
@@ -27,6 +29,8 @@ _ENDS = ("<|python_end|>",)
 
 class PythonicCalls:
     """Reads such answers: all of one is calls, or nothing is, since prose may contain brackets."""
+
+    reads_drafts = False
 
     def __init__(self, spell: Spell) -> None:
         """`spell`: as of other families; these have no tags that need to be tokens."""
@@ -95,8 +99,18 @@ def _call(value: ast.expr, orders: Mapping[str, list[str]]) -> ToolCall:
     for key, each in [*zip(order, value.args, strict=False), *named]:
         if key is None:
             raise Unreadable("its arguments have no names")
-        arguments[key] = parse_json(json.dumps(ast.literal_eval(each)))
+        arguments[key] = _constant(each)
     return ToolCall(name, arguments)
+
+
+def _constant(value: ast.expr) -> Any:
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, TypeError):
+        raise Unreadable("an argument is no constant") from None
+    if not is_plain(found, _MAX_NESTING):
+        raise Unreadable("an argument is no JSON value")
+    return parse_json(json.dumps(found))
 
 
 def _orders(tools: Schemas) -> dict[str, list[str]]:

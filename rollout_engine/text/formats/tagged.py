@@ -8,7 +8,7 @@ from rollout_engine.base.tool_call import ToolCall
 from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 from rollout_engine.text.formats.call_reader import CallReader, Found, Schemas, first_of
 from rollout_engine.text.formats.tool_calls import MAX_CALLS, PROMPT_END, opens_thinking
-from rollout_engine.text.formats.transcript import Spell, Transcript, find_tags
+from rollout_engine.text.formats.transcript import Spell, Transcript, find_tags, written_text
 from rollout_engine.text.formats.words import Words, join_words
 from rollout_engine.text.tokenizer import TextCodec
 
@@ -27,7 +27,7 @@ class TaggedFormat:
 
     Args:
         name: of the family.
-        thinking: the tags around thinking; None: the format knows none, and thinking stays text.
+        thinking: the tags around thinking; None: the format has none, and thinking stays text.
         make_calls: makes the reader that finds calls; None: they stay text.
         tags: further tags that count only as tokens of their own, if the tokenizer has such.
         call_id: makes ids of calls from (name, number) if templates ask for a form of their own.
@@ -78,11 +78,25 @@ class TaggedFormat:
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return TaggedStream(self, transcript, self.is_opened(prompt_end), tools)
 
-    def write(self, thinking: str, text: str) -> str | None:
+    def write(self, thinking: str | None, text: str) -> str | None:
         """See `AnswerFormat.write`."""
+        if thinking is None:
+            return text
         if self._plain is None:
             return None
         return f"{self._plain.opening}\n{thinking}\n{self._plain.closing}\n\n{text}"
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        """See `AnswerFormat.write_calls`."""
+        return None
+
+    def spell_answer(self, token_ids: Sequence[int]) -> str:
+        """See `AnswerFormat.spell_answer`."""
+        return written_text(self._codec, self._ids, token_ids)
+
+    def has_tags(self, token_ids: Sequence[int]) -> bool:
+        """See `AnswerFormat.has_tags`."""
+        return any(token_id in self._ids for token_id in token_ids)
 
     def new_call_id(self, name: str, index: int) -> str:
         """See `AnswerFormat.new_call_id`."""
@@ -155,8 +169,8 @@ class TaggedStream:
         """Characters of the shown text that the engine has released."""
         self._state = "start"
         self._at = self._start = 0
-        """Up to where `full` has been looked at in this state, and where the state began."""
-        self._is_known = False
+        """End of the part of `full` that has been read in this state, and start of the state."""
+        self._is_known = form.calls is not None and not form.calls.reads_drafts
         """Whether the thinking is known to be over, so that calls are no drafts."""
         self._thinking, self._words = Words(separator=""), Words(separator="\n")
         self._num_thinking = self._num_calls = 0
@@ -217,7 +231,7 @@ class TaggedStream:
         assert self._form.thinking is not None
         closing, full = self._form.thinking.closing, self._transcript.full
         end, is_closed = first_of(full, self._at, (closing,))
-        if text := self._thinking.upto(*self._shown(end)):
+        if text := self._thinking.upto(*self._release(end)):
             pieces.append(AnswerPiece("thinking", text))
             self._num_thinking += 1
         self._at = end
@@ -232,7 +246,7 @@ class TaggedStream:
             end, may_begin = len(full), False
         else:
             end, may_begin = self._calls.safe_end(full, self._start, self._at)
-        if text := self._words.upto(*self._shown(end)):
+        if text := self._words.upto(*self._release(end)):
             pieces.append(AnswerPiece("text", text))
         self._at = end
         if may_begin and self._is_released(end):
@@ -263,7 +277,7 @@ class TaggedStream:
         """Whether the engine has released all text before a place: nothing before it is still to be returned."""
         return self._transcript.place(end) <= self._limit
 
-    def _shown(self, end: int) -> tuple[str, int]:
+    def _release(self, end: int) -> tuple[str, int]:
         """(the shown text, the place in it up to which it may be returned)."""
         return self._transcript.shown, min(self._transcript.place(end), self._limit)
 

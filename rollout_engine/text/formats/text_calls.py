@@ -13,6 +13,8 @@ _THINKING = ("<think>", "</think>", "<seed:think>", "</seed:think>")
 class TextCalls:
     """Reads the forms of `tool_calls`, whose tags count however they are spelled."""
 
+    reads_drafts = True
+
     def __init__(self, form: TextForm) -> None:
         self._form: TextForm = form
         self._opening, self._closing = FRAMED_TAGS.get(form, ("", ""))

@@ -32,6 +32,14 @@ def find_tags(codec: TextCodec, tags: Iterable[str]) -> tuple[Spell, dict[int, s
     return spell, ids
 
 
+def written_text(codec: TextCodec, tags: Mapping[int, str], token_ids: Sequence[int]) -> str:
+    """The text of an answer with its tags, without the special tokens at its end that are no tags."""
+    end = len(token_ids)
+    while end and token_ids[end - 1] not in tags and token_ids[end - 1] in codec.special_texts:
+        end -= 1
+    return codec.decode(list(token_ids[:end]))
+
+
 class Transcript:
     """The text of an answer so far; ids are added as they are sampled."""
 
@@ -51,6 +59,10 @@ class Transcript:
         """All of the text, special tokens included."""
         self.shown = ""
         """The text as the engine decodes it."""
+        self._new: list[tuple[str, str]] = []
+        """Parts of both that are not joined yet."""
+        self._length = 0
+        """Characters of `full`, the new ones included."""
         self._gaps: list[int] = []
         self._hidden: list[int] = [0]
         """Positions in `full` at which hidden characters begin, and how many of them there are up to each."""
@@ -58,22 +70,27 @@ class Transcript:
 
     def push(self, token_ids: Iterable[int]) -> None:
         """Add sampled ids."""
+        special, run = self._codec.special_texts, list[int]()
         for token_id in token_ids:
-            shown = self._stream.push([token_id])
-            tag = self._tags.get(token_id)
-            name = tag if tag is not None else self._codec.special_text(token_id)
-            if name is None:
-                self._add(shown, shown)
+            if token_id not in self._tags and token_id not in special:
+                run.append(token_id)
                 continue
+            self._add_run(run)
+            run = []
+            is_tag, shown = token_id in self._tags, self._stream.push([token_id])
+            name = self._tags[token_id] if is_tag else special[token_id]
             before, is_shown, after = shown.partition(name)
             self._add(before, before)
-            self._add((MARK if tag is not None else "") + name, name if is_shown else "")
+            self._add((MARK if is_tag else "") + name, name if is_shown else "")
             self._add(after, after)
+        self._add_run(run)
+        self._join()
 
     def finish(self) -> None:
-        """Add what is left of an unfinished character."""
+        """Add the rest of an unfinished character."""
         rest = self._stream.flush()
         self._add(rest, rest)
+        self._join()
 
     def place(self, at: int) -> int:
         """The position in `shown` of a position in `full`."""
@@ -86,10 +103,21 @@ class Transcript:
         """The shown text of a part of `full`."""
         return self.shown[self.place(start) : self.place(end)]
 
+    def _add_run(self, token_ids: list[int]) -> None:
+        if token_ids:
+            shown = self._stream.push(token_ids)
+            self._add(shown, shown)
+
     def _add(self, full: str, shown: str) -> None:
         if num_hidden := len(full) - len(shown):
-            self._gaps.append(len(self.full))
-            self._ends.append(len(self.full) + num_hidden)
+            self._gaps.append(self._length)
+            self._ends.append(self._length + num_hidden)
             self._hidden.append(self._hidden[-1] + num_hidden)
-        self.full += full
-        self.shown += shown
+        self._length += len(full)
+        self._new.append((full, shown))
+
+    def _join(self) -> None:
+        """Add the new parts to both texts."""
+        self.full += "".join(full for full, _ in self._new)
+        self.shown += "".join(shown for _, shown in self._new)
+        self._new = []

@@ -1,4 +1,4 @@
-"""The words of an answer around its calls: spaces next to a call are left out, and a line break joins what is left."""
+"""The words of an answer around its calls: spaces next to a call are left out, and a line break joins the parts."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def join_words(text: str, start: int, spans: Sequence[tuple[int, int]]) -> str:
 
 
 class Words:
-    """The same as the text arrives: what is returned is the beginning of the whole, whatever follows."""
+    """The same as the text arrives: the texts returned are a beginning of the whole, however it continues."""
 
     def __init__(self, separator: str) -> None:
         self._separator, self._at, self._strips = separator, 0, False
@@ -29,7 +29,7 @@ class Words:
         self._at, self._strips, self._has_begun = at, strips, False
 
     def upto(self, text: str, end: int) -> str:
-        """The words up to this place that have not been returned; spaces at their end wait for what follows."""
+        """The words up to this place that have not been returned; spaces at their end wait for more words."""
         new = text[self._at : end].rstrip()
         if not new:
             return ""

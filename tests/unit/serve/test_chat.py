@@ -305,7 +305,7 @@ def test_thinking_is_apart_if_it_is_asked_for(client):
     deltas = [event["choices"][0]["delta"] for event in client.events("/v1/chat/completions", body)]
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
     words = [delta["content"] for delta in deltas if delta.get("content")]
-    assert "".join(words) == "I add." and len(words) > 1
+    assert "".join(words) == "I add."
     [calls] = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert called({"tool_calls": calls}) == [("add", {"a": 1})] and calls[0]["index"] == 0
     [plain] = client.post("/v1/chat/completions", {**body, "separate_reasoning": False})["choices"]

@@ -7,9 +7,12 @@ import pytest
 from rollout_engine.base.errors import RequestError
 from rollout_engine.text.formats.answer import AnswerParts
 from rollout_engine.text.formats.choose import answer_format
+from rollout_engine.text.formats.families import FAMILIES
 
 from .answers import TOOLS, WHOLE, codec_with, format_of, read_in_pieces, shown, spell, tags_of
 
+BY_TOKENS = [each for each in WHOLE if each[0] in FAMILIES and each[0] != "pythonic"]
+"""Answers whose tags count as tokens alone."""
 NAMES = [f"{name}-{number}" for number, (name, *_) in enumerate(WHOLE)]
 
 
@@ -45,11 +48,9 @@ def test_without_tools_calls_stay_text(name, prompt, answer, parts):
     assert all(call.name in found.text or name == "harmony" for call in parts.calls)
 
 
-@pytest.mark.parametrize("name, prompt, answer, parts", WHOLE, ids=NAMES)
+@pytest.mark.parametrize("name, prompt, answer, parts", BY_TOKENS)
 def test_tags_that_prose_spells_are_words_if_the_tokenizer_has_them_as_tokens(name, prompt, answer, parts):
     codec = codec_with(tags_of(name))
-    if name in ("hermes", "llama3", "xml", "glm", "seed", "pythonic") or not parts.calls:
-        pytest.skip("tags of these forms count however they are spelled")
     form, token_ids = format_of(name, codec), spell(codec, answer)
     found = form.read(token_ids, shown(codec, token_ids), prompt_end="", tools=TOOLS)
     assert found == AnswerParts(None, answer)
@@ -65,6 +66,16 @@ def test_an_answer_that_is_cut_anywhere_is_read_alike_whole_and_in_pieces(name, 
         cut = token_ids[:end]
         whole = form.read(cut, shown(codec, cut), prompt_end=prompt, tools=TOOLS)
         assert read_in_pieces(form, cut, shown(codec, cut), rng, prompt_end=prompt, tools=TOOLS) == whole
+
+
+@pytest.mark.parametrize("name, prompt, answer, parts", BY_TOKENS)
+def test_a_call_that_is_closed_is_returned_before_the_end(name, prompt, answer, parts):
+    codec = codec_with(tags_of(name))
+    token_ids = codec.encode(answer, add_special_tokens=False)
+    stream = format_of(name, codec).stream(prompt_end=prompt, tools=TOOLS)
+    pieces = stream.feed(token_ids, shown(codec, token_ids))
+    assert [piece.call for piece in pieces if piece.call is not None] == parts.calls
+    assert not [piece for piece in stream.end() if piece.call is not None]
 
 
 def test_no_piece_of_a_stream_is_taken_back():

@@ -39,7 +39,8 @@ def codec(lesson, call):
         ("<tool_call>", "<tool_call>{{ f.name }}" + ITEMS.replace("ITEM", GLM_ITEM) + "</tool_call>", "glm"),
         ("<seed:tool_call>", XML.replace("tool_call", "seed:tool_call"), "seed"),
         ("<|python_tag|>", '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "llama3"),
-        ("[TOOL_CALLS]", "[TOOL_CALLS]{{ f | tojson }}", None),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]{{ f | tojson }}", "mistral"),
+        ("<function_calls>", "<function_calls>{{ f | tojson }}", None),
     ],
 )
 def test_the_form_is_the_one_that_the_template_writes(lesson, call, form):
