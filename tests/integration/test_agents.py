@@ -170,7 +170,7 @@ def test_an_episode_that_fails_keeps_its_tokens_and_does_not_count(policy, tmp_p
     assert list(batch["finish_reason"][:2]) == ["error"] * 2
     assert batch["masks", "all_assistant_mask"].any(1).all()
     assert advantages.grpo(batch["next", "reward"], batch["group_id"]).abs().max() == 0
-    samples = read_jsonl(tmp_path / "log.jsonl")
+    samples = sorted(read_jsonl(tmp_path / "log.jsonl"), key=lambda sample: sample["group_id"])
     assert [sample["error"] is None for sample in samples] == [False, False, True, True]
     assert samples[2]["columns"]["session_id"] and samples[2]["info"]["task"] == "good"
 

@@ -70,7 +70,7 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
         if is_agent and self.first_seed:
             raise RequestError.for_field("first_seed", self.first_seed, "0 for agents, whose rows are their starts")
         if self.env is None and self.reward_fn is None:
-            raise RequestError("reward_fn= is needed with rows=: it gives the rewards of samples.", field="reward_fn")
+            raise RequestError("reward_fn= is needed beside rows=: it gives the rewards of samples.", field="reward_fn")
         if self.env is not None and self.reward_fn is not None:
             hint = "The environment gives the rewards."
             raise RequestError.for_field("reward_fn", self.reward_fn, "absent beside env=", hint)
