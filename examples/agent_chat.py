@@ -21,31 +21,31 @@ def calculator(expression: str) -> str:
     return str(sum(map(int, terms))) if all(term.isdigit() for term in terms) else "?"
 
 
-def ask(messages: list[Any]) -> dict[str, Any]:
+def ask(messages: list[Any], url: str, key: str) -> dict[str, Any]:
     """The model's next message."""
     body = {"model": "gpt-4o-mini", "messages": messages, "tools": [TOOL], "max_tokens": 32}
     request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        url + "/chat/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        {"Content-Type": "application/json", "Authorization": "Bearer " + key},
     )
     with urllib.request.urlopen(request) as response:
         return json.load(response)["choices"][0]["message"]
 
 
-def main() -> None:
-    """Answer the task, with the calculator as often as the model asks for it."""
-    messages: list[Any] = [{"role": "user", "content": json.loads(os.environ["ROLLOUT_TASK"])["sum"]}]
+def run(task: Any, url: str, key: str) -> str:
+    """The answer to a task, with the calculator as often as the model asks for it."""
+    messages: list[Any] = [{"role": "user", "content": task["sum"]}]
     for _ in range(MAX_TURNS):
-        answer = ask(messages)
+        answer = ask(messages, url, key)
         messages.append(answer)
         if not answer.get("tool_calls"):
             break
         for call in answer["tool_calls"]:
             result = calculator(json.loads(call["function"]["arguments"]).get("expression", ""))
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    print(answer["content"])
+    return answer["content"]
 
 
 if __name__ == "__main__":
-    main()
+    print(run(json.loads(os.environ["ROLLOUT_TASK"]), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))

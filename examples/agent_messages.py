@@ -15,24 +15,24 @@ from agent_chat import MAX_TURNS, PARAMETERS, calculator
 TOOL = {"name": "calculator", "description": "Add.", "input_schema": PARAMETERS}
 
 
-def ask(messages: list[Any]) -> list[Any]:
+def ask(messages: list[Any], url: str, key: str) -> list[Any]:
     """The blocks of the model's next message."""
     body = {"model": "claude-haiku-4-5", "messages": messages, "tools": [TOOL], "max_tokens": 32}
     headers = {
         "Content-Type": "application/json",
         "anthropic-version": "2023-06-01",
-        "x-api-key": os.environ["ANTHROPIC_API_KEY"],
+        "x-api-key": key,
     }
-    url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+    request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
         return json.load(response)["content"]
 
 
-def main() -> None:
-    """Answer the task, with the calculator as often as the model asks for it."""
-    messages: list[Any] = [{"role": "user", "content": json.loads(os.environ["ROLLOUT_TASK"])["sum"]}]
+def run(task: Any, url: str, key: str) -> str:
+    """The answer to a task, with the calculator as often as the model asks for it."""
+    messages: list[Any] = [{"role": "user", "content": task["sum"]}]
     for _ in range(MAX_TURNS):
-        blocks = ask(messages)
+        blocks = ask(messages, url, key)
         messages.append({"role": "assistant", "content": blocks})
         calls = [block for block in blocks if block["type"] == "tool_use"]
         if not calls:
@@ -46,8 +46,10 @@ def main() -> None:
             for call in calls
         ]
         messages.append({"role": "user", "content": results})
-    print("".join(block["text"] for block in blocks if block["type"] == "text"))
+    return "".join(block["text"] for block in blocks if block["type"] == "text")
 
 
 if __name__ == "__main__":
-    main()
+    print(
+        run(json.loads(os.environ["ROLLOUT_TASK"]), os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_API_KEY"])
+    )

@@ -15,23 +15,23 @@ from agent_chat import MAX_TURNS, PARAMETERS, calculator
 TOOL = {"type": "function", "name": "calculator", "description": "Add.", "parameters": PARAMETERS}
 
 
-def ask(items: list[Any]) -> list[Any]:
+def ask(items: list[Any], url: str, key: str) -> list[Any]:
     """The items of the model's next answer."""
     body = {"model": "gpt-4o-mini", "input": items, "tools": [TOOL], "max_output_tokens": 32, "store": False}
     request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/responses",
+        url + "/responses",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        {"Content-Type": "application/json", "Authorization": "Bearer " + key},
     )
     with urllib.request.urlopen(request) as response:
         return json.load(response)["output"]
 
 
-def main() -> None:
-    """Answer the task, with the calculator as often as the model asks for it."""
-    items: list[Any] = [{"role": "user", "content": json.loads(os.environ["ROLLOUT_TASK"])["sum"]}]
+def run(task: Any, url: str, key: str) -> str:
+    """The answer to a task, with the calculator as often as the model asks for it."""
+    items: list[Any] = [{"role": "user", "content": task["sum"]}]
     for _ in range(MAX_TURNS):
-        answer = ask(items)
+        answer = ask(items, url, key)
         items += answer
         calls = [item for item in answer if item["type"] == "function_call"]
         if not calls:
@@ -39,8 +39,8 @@ def main() -> None:
         for call in calls:
             result = calculator(json.loads(call["arguments"]).get("expression", ""))
             items.append({"type": "function_call_output", "call_id": call["call_id"], "output": result})
-    print("".join(part["text"] for item in answer if item["type"] == "message" for part in item["content"]))
+    return "".join(part["text"] for item in answer if item["type"] == "message" for part in item["content"])
 
 
 if __name__ == "__main__":
-    main()
+    print(run(json.loads(os.environ["ROLLOUT_TASK"]), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))

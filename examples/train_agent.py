@@ -4,15 +4,21 @@
     python examples/train_agent.py agent_responses.py        over OpenAI's Responses API
     python examples/train_agent.py agent_messages.py         over Anthropic's Messages API
     python examples/train_agent.py agent_sdk.py              a program of OpenAI's Agents SDK
+    python examples/train_agent.py --threads                 as a function on threads: no process is started
     python examples/train_agent.py --shuffle-advantages      the control: rewards dealt to the wrong episodes
 
 The task and the teacher are those of examples/tool_use.py: add two numbers of three digits, with a calculator that the
 made policy hardly ever calls. Each episode is a process of its own, with a gateway session of its own; what it sampled
 comes back as exact rows, with masks and log-probs, however the agent sends its conversation.
+
+The agents know nothing of rollout-engine. `--python` names the interpreter of another environment to run them in.
 """
 
+import asyncio
+import importlib
 import json
 import random
+import string
 import sys
 import time
 from argparse import Namespace
@@ -46,6 +52,21 @@ PARAMS = SamplingParams(max_tokens=32)
 def is_right(task: Any, output: str) -> float:
     """The reward of a run: whether the program printed the sum."""
     return float(output.strip() == str(sum(map(int, task["sum"].split("+")))))
+
+
+def make_agent(options: Namespace) -> Agent:
+    """The script as a program, or its `run` as a function."""
+    path = Path(__file__).with_name(options.agent)
+    if not options.threads:
+        return Agent([options.python, str(path)], reward=is_right)
+    run = importlib.import_module(path.stem).run
+
+    def call(session: Any, task: Any) -> float:
+        url = session.anthropic_base_url if path.stem == "agent_messages" else session.openai_base_url
+        answer = run(task, url, session.api_key)
+        return is_right(task, asyncio.run(answer) if asyncio.iscoroutine(answer) else answer)
+
+    return Agent(call)
 
 
 def tasks(draws: random.Random, number: int) -> list[Any]:
@@ -83,18 +104,21 @@ def steps(policy: RolloutPolicy, trainer: Any, agent: Agent, options: Namespace)
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Run the example; returns the rows written to metrics.jsonl."""
-    made = parser(__doc__.splitlines()[0], "runs/train_agent", steps=40, warm_up_steps=600, learning_rate=2e-4)
+    made = parser(__doc__.splitlines()[0], "runs/train_agent", steps=48, warm_up_steps=600)
     made.add_argument("agent", nargs="?", default="agent_chat.py", help="a script of examples/")
+    made.add_argument("--policy", type=Path, help="the made policy of an earlier run, OUT/policy; default: make one")
+    made.add_argument("--threads", action="store_true", help="call the script's `run` on threads")
+    made.add_argument("--python", default=sys.executable, help="interpreter of the script")
     options = made.parse_args(arguments)
     disable_progress_bar()
     torch.manual_seed(options.seed)
-    tokenizer = character_tokenizer("0123456789+?", ["<calculator>", OPEN, CLOSE])
+    tokenizer = character_tokenizer(string.printable[:95], ["<calculator>", OPEN, CLOSE])
     tokenizer.chat_template = CHAT
-    path = make_policy(options.out / "policy", tokenizer, demonstrate, options)
-    agent = Agent([sys.executable, str(Path(__file__).with_name(options.agent))], reward=is_right)
+    path = options.policy or make_policy(options.out / "policy", tokenizer, demonstrate, options)
+    options.out.mkdir(parents=True, exist_ok=True)
     with RolloutPolicy.from_pretrained(str(path), dtype="float32") as policy:
         trainer = exact.enable(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-        history = list(steps(policy, trainer, agent, options))
+        history = list(steps(policy, trainer, make_agent(options), options))
     measured = [row for row in history if "accuracy" in row]
     lines = {"accuracy": f"greedy accuracy, {NUM_UNSEEN} unseen sums", "calls": "share of them with a call"}
     draw(measured, lines, f"the model behind {options.agent}", options.out / "learning_curve.png")

@@ -131,7 +131,7 @@ class Program:
             data = file.read(_CHUNK_BYTES)
             if data == b"":
                 selector.unregister(file)
-                if file is self._status and self._reported("ended") is None:
+                if file is self._status and self._find_report("ended") is None:
                     self._kill_groups()  # the supervisor has not done it
             elif data:
                 key.data.add(data)
@@ -140,12 +140,12 @@ class Program:
 
     def _guard(self) -> None:
         """Have the guard kill the program's group if this process is killed, once the group is known."""
-        started = self._reported("started")
-        if started is not None and self._reported("ended") is None:
+        started = self._find_report("started")
+        if started is not None and self._find_report("ended") is None:
             GUARD.add_group(int(started))
             self._group = int(started)
 
-    def _reported(self, word: str) -> str | None:
+    def _find_report(self, word: str) -> str | None:
         """The rest of the supervisor's line that begins with a word; None: there is none."""
         lines = self._lines.text().splitlines()
         return next((line.partition(" ")[2] for line in lines if line.startswith(f"{word} ")), None)
@@ -171,7 +171,7 @@ class Program:
                 os.killpg(group, signal.SIGKILL)
 
     def _describe_end(self, is_late: bool) -> ProgramEnd:
-        ended, failed = self._reported("ended"), self._reported("failed")
+        ended, failed = self._find_report("ended"), self._find_report("failed")
         num_bytes = self._output.num_bytes + self._errors.num_bytes
         status = None if ended is None else int(ended)
         return ProgramEnd(status, self._output.text(), self._errors.text(), num_bytes, is_late, failed or "")

@@ -135,7 +135,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         """Sample every prompt and return all sequences, group-major, with the keys of `batches.rollout_batch`.
 
         Args:
-            prompts: one or a list, of any kind that the engine takes: text, token ids, conversations.
+            prompts: one or a list, of any kind that the engine takes: text, token ids, conversations; of agents, tasks.
             num_samples, layout: samples per prompt, in place of `n`; "padded" or "packed". use_tqdm: show progress.
             sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
@@ -153,8 +153,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
                 tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
-            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`, or
-                `rollout(tasks, params, env=Agent(...))`).
+            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
 
         Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
         engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,

@@ -9,15 +9,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_engine import Agent, EvalTask, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
+from rollout_engine import Agent, AsyncLLM, EvalTask, RolloutPolicy, SamplingParams, advantages, exact, read_jsonl
 from rollout_engine.base.errors import EpisodeError, RequestError
 from rollout_engine.testing import tiny_checkpoint
+from rollout_engine.testing.models import CHAT_TEMPLATE
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 OPTIONS = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 512, "num_threads": 1}
 PARAMS = SamplingParams(max_tokens=8)
@@ -115,6 +119,25 @@ def test_a_seed_plays_the_same_again_whether_programs_or_functions(policy, progr
     )
 
 
+def test_one_agent_over_three_apis_samples_the_same(tmp_path):
+    template = "{% for tool in tools or [] %}<tool_call>{{ tool['function']['name'] }}{% endfor %}" + CHAT_TEMPLATE
+    path = tiny_checkpoint(tmp_path)
+    (path / "chat_template.jinja").write_text(template)
+    with RolloutPolicy.from_pretrained(path, **OPTIONS) as made:
+        batches = [
+            play(
+                made,
+                Agent(str(EXAMPLES / f"agent_{name}.py"), reward=lambda output: len(output)),
+                [{"sum": "1+2"}],
+                num_samples=3,
+            )
+            for name in ("chat", "responses", "messages")
+        ]
+    assert list(batches[0]["error"]) == [None] * 3
+    for batch in batches[1:]:
+        assert_same(batch, batches[0])
+
+
 def test_an_agent_that_edits_its_past_has_branches_that_count_once(policy):
     def edits(session, task):
         messages = [{"role": "user", "content": "Hello"}]
@@ -147,7 +170,7 @@ def test_an_episode_that_fails_keeps_its_tokens_and_does_not_count(policy, tmp_p
     assert list(batch["finish_reason"][:2]) == ["error"] * 2
     assert batch["masks", "all_assistant_mask"].any(1).all()
     assert advantages.grpo(batch["next", "reward"], batch["group_id"]).abs().max() == 0
-    samples = read_jsonl(tmp_path / "log.jsonl")
+    samples = sorted(read_jsonl(tmp_path / "log.jsonl"), key=lambda sample: sample["group_id"])
     assert [sample["error"] is None for sample in samples] == [False, False, True, True]
     assert samples[2]["columns"]["session_id"] and samples[2]["info"]["task"] == "good"
 
@@ -208,6 +231,26 @@ def test_groups_arrive_one_by_one_from_a_loop(policy):
     whole = play(policy, Agent(converse))
     assert [group["group_id"].tolist() for group in groups] == [[0, 0], [1, 1]]
     assert groups[1]["tokens", "full"].equal(whole["tokens", "full"][2:, : groups[1]["tokens", "full"].shape[1]])
+
+
+def test_tokens_carry_the_version_that_sampled_them_if_weights_change_in_a_session(policy, checkpoint):
+    model, before = AutoModelForCausalLM.from_pretrained(checkpoint), policy.policy_version
+
+    def waits(session, task):
+        messages = [{"role": "user", "content": "Hello"}]
+        messages.append(ask(session, messages))
+        policy.update_weights(model)
+        return len(ask(session, [*messages, {"role": "user", "content": "Again"}])["content"])
+
+    batch = play(policy, Agent(waits), [None], num_samples=1)
+    versions, turns = batch["policy_version"], batch["masks", "turn"]
+    assert set(versions[turns == 0].tolist()) == {before} and set(versions[turns == 1].tolist()) == {before + 1}
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_process_answers_agents_alike(policy, checkpoint, program):
+    with RolloutPolicy(AsyncLLM(checkpoint, **OPTIONS)) as other:
+        assert_same(play(other, Agent(program)), play(policy, Agent(program)))
 
 
 def test_an_evaluation_asks_an_agent_all_rows_and_resumes(policy, tmp_path):

@@ -76,6 +76,34 @@ def test_long_words_are_not_learned_where_rewards_are_shuffled(tmp_path):
     assert max(row["accuracy"] for row in rows) < rows[0]["accuracy"] + 0.1
 
 
+AGENTS = ["agent_chat.py", "agent_responses.py", "agent_messages.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--threads"]])
+def test_training_an_agent_writes_its_record(options, tmp_path):
+    rows = load("train_agent").main([*options, "--warm-up-steps", "60", "--steps", "1", "--out", str(tmp_path)])
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows
+    assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert len({sample["episode_id"] for sample in samples}) == 96 and not any(sample["error"] for sample in samples)
+    assert {len(sample["info"]["task"]["sum"]) for sample in samples} == {7}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", AGENTS)
+def test_the_model_behind_an_agent_learns_to_call_its_calculator(agent, tmp_path):
+    rows = [row for row in load("train_agent").main([agent, "--threads", "--out", str(tmp_path)]) if "calls" in row]
+    assert rows[0]["calls"] < 0.2 and rows[-1]["calls"] > 0.9
+    assert rows[0]["accuracy"] < 0.3 and rows[-1]["accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_model_behind_an_agent_does_not_learn_where_rewards_are_shuffled(tmp_path):
+    rows = load("train_agent").main(["--threads", "--shuffle-advantages", "--out", str(tmp_path)])
+    assert max(row["calls"] for row in rows if "calls" in row) < 0.5
+
+
 def last_of_game(left, *said):
     """The last observation of a game that begins with `left` sticks."""
     game = load("two_player").Sticks()

@@ -55,7 +55,7 @@ class Agent:
                 LD_LIBRARY_PATH; it inherits no others.
             reward: gives the reward of a run; called with those of these arguments that it names: `task`; `output`, a
                 program's standard output; `messages`, the last conversation; `rows`, all `SessionRow`s; `directory`,
-                where the program worked; `status`, its exit status.
+                the program's own; `status`, its exit status.
             max_output_bytes: bytes of standard output, and of standard error, that are kept, the last ones.
         """
         self.timeout, self.max_output_bytes = timeout, max_output_bytes

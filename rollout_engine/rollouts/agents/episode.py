@@ -25,7 +25,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class AgentEpisode(msgspec.Struct, frozen=True):
-    """One run of an agent: what its session has recorded, and how it ended."""
+    """One run of an agent: the rows of its session, and how it ended."""
 
     key: int
     """Number of the episode in the rollout."""

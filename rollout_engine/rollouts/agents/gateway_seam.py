@@ -1,4 +1,4 @@
-"""What a rollout of agents needs of a gateway: `rollout_engine.rollouts.gateway` has it, tests have a fake."""
+"""The part of a gateway that rollouts of agents use: `rollout_engine.rollouts.gateway` has it, tests have a fake."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from rollout_engine.sessions.rows import SessionRow
 
 
 class AgentSession(Protocol):
-    """One session: the addresses and the key that an agent gets, and the rows that came of it."""
+    """One session: the addresses and the key that an agent gets, and the rows of its answers."""
 
     id: str
     api_key: str

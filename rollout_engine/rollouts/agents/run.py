@@ -181,7 +181,7 @@ class AgentRun:
             self._complete.append(AgentGroup(group, ended, plan.params))
 
     def _end_late(self) -> None:
-        """Kill the programs whose time is up: they are judged by what they have done. Functions are left."""
+        """Kill the programs whose time is up: their runs are judged as they are. Functions are left."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, key = heapq.heappop(self._deadlines)
             if key in self._running:

@@ -43,7 +43,7 @@ class Workplace:
         self._agent = agent
         self._root = Path(tempfile.mkdtemp(dir=places.path))
         self.directory = agent.directory or str(self._root / "work")
-        """Where the program starts."""
+        """The directory that the program starts in."""
         for name in ("work", "temporary"):
             (self._root / name).mkdir()
 

@@ -70,7 +70,7 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
         if is_agent and self.first_seed:
             raise RequestError.for_field("first_seed", self.first_seed, "0 for agents, whose rows are their starts")
         if self.env is None and self.reward_fn is None:
-            raise RequestError("reward_fn= is needed beside rows=: it says how good a sample is.", field="reward_fn")
+            raise RequestError("reward_fn= is needed beside rows=: it gives the rewards of samples.", field="reward_fn")
         if self.env is not None and self.reward_fn is not None:
             hint = "The environment gives the rewards."
             raise RequestError.for_field("reward_fn", self.reward_fn, "absent beside env=", hint)
@@ -169,12 +169,12 @@ def _tasks(task: EvalTask) -> list[Any]:
     """The tasks of an agent: the rows, or None for each start."""
     if task.rows is None:
         return [None] * (task.num_prompts or _NUM_STARTS)
-    rows = _listed(task)
+    rows = _listed_rows(task)
     return [rows[index] for index in range(min(len(rows), task.num_prompts or len(rows)))]
 
 
 def _read(task: EvalTask) -> tuple[list[Any], dict[str, list[Any]]]:
-    rows = _listed(task)
+    rows = _listed_rows(task)
     count = min(len(rows), task.num_prompts or len(rows))
     split = [_split(index, rows[index], task.prompt_column) for index in range(count)]
     names = split[0][1].keys()
@@ -186,7 +186,7 @@ def _read(task: EvalTask) -> tuple[list[Any], dict[str, list[Any]]]:
     return [prompt for prompt, _ in split], {name: [columns[name] for _, columns in split] for name in names}
 
 
-def _listed(task: EvalTask) -> Any:
+def _listed_rows(task: EvalTask) -> Any:
     """The rows as something with a length and items. Raises `RequestError`."""
     rows = task.rows
     if isinstance(rows, str | Mapping | RowTable):
