@@ -85,6 +85,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
     from rollout_engine.rollouts.collector import CollectorStats as CollectorStats
     from rollout_engine.rollouts.collector import RolloutCollector as RolloutCollector
+    from rollout_engine.rollouts.journal.journal import JournalOptions as JournalOptions
     from rollout_engine.rollouts.evaluation.report import EvalReport as EvalReport
     from rollout_engine.rollouts.evaluation.sweep import Sweep as Sweep
     from rollout_engine.rollouts.evaluation.tasks import EvalTask as EvalTask
@@ -161,6 +162,7 @@ _NAMES = {
     "rollout_engine.rollouts.reward_model": ("RewardModel",),
     "rollout_engine.rollouts.teachers": ("Teacher",),
     "rollout_engine.rollouts.collector": ("CollectorStats", "RolloutCollector"),
+    "rollout_engine.rollouts.journal.journal": ("JournalOptions",),
     "rollout_engine.rollouts.replay": ("ReplayReport", "replay"),
     "rollout_engine.base.lora_request": ("LoRAInfo", "LoRARequest"),
     "rollout_engine.base.sampling_params": ("SamplingParams",),
