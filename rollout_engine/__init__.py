@@ -85,10 +85,10 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
     from rollout_engine.rollouts.collector import CollectorStats as CollectorStats
     from rollout_engine.rollouts.collector import RolloutCollector as RolloutCollector
-    from rollout_engine.rollouts.journal.journal import JournalOptions as JournalOptions
     from rollout_engine.rollouts.evaluation.report import EvalReport as EvalReport
     from rollout_engine.rollouts.evaluation.sweep import Sweep as Sweep
     from rollout_engine.rollouts.evaluation.tasks import EvalTask as EvalTask
+    from rollout_engine.rollouts.journal.journal import JournalOptions as JournalOptions
     from rollout_engine.rollouts.policy import RolloutPolicy as RolloutPolicy
     from rollout_engine.rollouts.replay import ReplayReport as ReplayReport
     from rollout_engine.rollouts.replay import replay as replay

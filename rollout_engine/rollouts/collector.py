@@ -67,7 +67,7 @@ class RolloutCollector:
         journal: GroupJournal,
         teachers: TeacherColumns | None = None,
     ) -> None:
-        """`tasks`: those of the dataset, from its first row. `journal`: where the groups are noted."""
+        """`tasks`: those of the dataset, from its first row. `journal`: keeps the position, and the groups."""
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights

@@ -50,7 +50,7 @@ class JournalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Full segments that are kept although all their groups were delivered, so that `load_state_dict` can deliver
     these again. Groups of segments that were removed are sampled again."""
     progress_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
-    """New tokens of an unfinished sample from which they are appended: at most about so many are sampled again."""
+    """New tokens of an unfinished sample from which they are appended: at most about this number is sampled again."""
 
     @classmethod
     def of(cls, given: Any) -> "JournalOptions":
