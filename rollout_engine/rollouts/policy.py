@@ -289,7 +289,11 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         listeners = self._listeners(on_group, log_to, lora_request)
         groups, arguments = open_group_journal(self.frontend, arguments, journal)
         state = (row_tasks(arguments), control, listeners, groups)
-        return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
+        try:
+            return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
+        except BaseException:
+            groups.close()
+            raise
 
     def evaluate(
         self,
