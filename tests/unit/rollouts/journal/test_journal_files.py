@@ -119,20 +119,23 @@ def test_there_is_one_writer(written):
 def test_a_fork_does_not_hold_the_journal_of_its_parent(written):
     path, payloads = written
     journal, *_ = open_journal(path)
-    ready, end = os.pipe()
+    (ready, begun), (waiting, end) = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
         os.close(end)
-        os.read(ready, 1)  # until the parent has closed the other end
+        os.write(begun, b"x")
+        os.read(waiting, 1)  # until the parent has closed the other end
         os._exit(0)
     try:
+        os.read(ready, 1)
         journal.append(b"more")
         journal.close()
         again, records, _ = open_journal(path)
         assert records == [*payloads, b"more"]
         again.close()
     finally:
-        os.close(end), os.close(ready)
+        for descriptor in (ready, begun, waiting, end):
+            os.close(descriptor)
         os.waitpid(pid, 0)
 
 
