@@ -89,6 +89,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.rollouts.evaluation.report import EvalReport as EvalReport
     from rollout_engine.rollouts.evaluation.sweep import Sweep as Sweep
     from rollout_engine.rollouts.evaluation.tasks import EvalTask as EvalTask
+    from rollout_engine.rollouts.journal.journal import JournalOptions as JournalOptions
     from rollout_engine.rollouts.policy import RolloutPolicy as RolloutPolicy
     from rollout_engine.rollouts.replay import ReplayReport as ReplayReport
     from rollout_engine.rollouts.replay import replay as replay
@@ -163,6 +164,7 @@ _NAMES = {
     "rollout_engine.rollouts.reward_model": ("RewardModel",),
     "rollout_engine.rollouts.teachers": ("Teacher",),
     "rollout_engine.rollouts.collector": ("CollectorStats", "RolloutCollector"),
+    "rollout_engine.rollouts.journal.journal": ("JournalOptions",),
     "rollout_engine.rollouts.replay": ("ReplayReport", "replay"),
     "rollout_engine.base.lora_request": ("LoRAInfo", "LoRARequest"),
     "rollout_engine.base.sampling_params": ("SamplingParams",),

@@ -214,13 +214,14 @@ class Sample:
                 self._policy_version, self._kv_min_version = span.policy_version, span.kv_min_version
                 self._spans.append((span.start, span.policy_version, span.kv_min_version))
         self._token_ids += part.token_ids
-        for column, values in (
+        pairs: tuple[tuple[Any, Any], ...] = (
             (self._logprobs, part.logprobs),
             (self._kept_logprob_mass, part.kept_logprob_mass),
             (self._entropies, part.entropies),
             (self._sampled_ranks, part.sampled_ranks),
             (self._id_logprobs, part.token_id_logprobs),
-        ):
+        )
+        for column, values in pairs:
             if column is not None and values is not None:
                 column.extend(values.tolist() if isinstance(column, array) else values)
         if self._top_logprobs is not None and part.top_logprobs is not None:

@@ -10,15 +10,17 @@ import msgspec
 
 from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError
 from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.sampling_params import as_sampling_params
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
 from rollout_engine.rollouts.journal.group_records import Recalled
 from rollout_engine.rollouts.journal.groups import GroupJournal
+from rollout_engine.rollouts.journal.identity import open_group_journal
 from rollout_engine.rollouts.journal.position import position_of, row_digest, state_of
 from rollout_engine.rollouts.journal.rows import pictures_of, read_open_tasks
-from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int
+from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int, row_tasks
 from rollout_engine.rollouts.run import Group, RolloutRun
 from rollout_engine.rollouts.staleness import StalenessControl
 from rollout_engine.rollouts.teachers import TeacherColumns
@@ -67,7 +69,7 @@ class RolloutCollector:
         journal: GroupJournal,
         teachers: TeacherColumns | None = None,
     ) -> None:
-        """`tasks`: those of the dataset, from its first row. `journal`: where the groups are noted."""
+        """`tasks`: those of the dataset, from its first row. `journal`: keeps the position, and the groups."""
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
@@ -281,6 +283,31 @@ class RolloutCollector:
         self._groups.clear()
         self._next.clear()
         self._is_exhausted = True
+
+
+def open_collector(
+    frontend: Frontend,
+    batcher: GroupBatcher,
+    arguments: RolloutArguments,
+    control: StalenessControl,
+    listeners: GroupListeners,
+    journal: Any,
+    teachers: TeacherColumns | None,
+) -> RolloutCollector:
+    """Make a collector over a dataset, `arguments.prompts`. `journal`: that of `RolloutPolicy.collect`.
+
+    Raises `RequestError` for arguments that do not fit, and for a journal that cannot be used or holds another run.
+    """
+    if teachers is not None:
+        teachers.check([as_sampling_params(arguments.sampling_params)], None)
+    row_tasks(arguments)  # checks them before the journal is opened
+    groups, arguments = open_group_journal(frontend, arguments, journal)
+    try:
+        tasks = row_tasks(arguments)
+        return RolloutCollector(frontend, batcher, arguments, tasks, control, listeners, groups, teachers)
+    except BaseException:
+        groups.close()
+        raise
 
 
 def staleness_control(groups_per_batch: Any, max_staleness: Any, max_in_flight: Any) -> StalenessControl:

@@ -17,7 +17,7 @@ from rollout_engine.base.lora_request import LoRALike, as_lora_request
 from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.base.provenance import attach
-from rollout_engine.base.sampling_params import MAX_N, SamplingLike, as_sampling_params
+from rollout_engine.base.sampling_params import MAX_N, SamplingLike
 from rollout_engine.base.seeds import MAX_SEED
 from rollout_engine.base.threads import no_thread, run_in_thread
 from rollout_engine.batches.reward_functions import RewardFunctions
@@ -29,7 +29,7 @@ from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end, tell_once
-from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
+from rollout_engine.rollouts.collector import RolloutCollector, open_collector, staleness_control
 from rollout_engine.rollouts.distributions import DistributionMethods
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import RolloutOptions
@@ -40,11 +40,10 @@ from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.gateway import GatewayMethods
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
-from rollout_engine.rollouts.journal.identity import open_group_journal
 from rollout_engine.rollouts.journal.journal import JournalOptions
 from rollout_engine.rollouts.log import RolloutLog
 from rollout_engine.rollouts.picture_features import PictureFeatureMethods
-from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
+from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int
 from rollout_engine.rollouts.scores import score_rollout
 from rollout_engine.rollouts.teachers import Teacher, TeacherColumns, TopK, with_teachers
 from rollout_engine.text.conversations import ChatOptions
@@ -282,15 +281,10 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         self.frontend.ensure_loras(lora_request)
         given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, chat)
-        if columns_of is not None:
-            columns_of.check([as_sampling_params(sampling_params)], None)
         arguments = RolloutArguments(*given, None, lora_request, chat, columns_of)
         control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
-        row_tasks(arguments)  # checks them before the journal is opened
         listeners = self._listeners(on_group, log_to, lora_request)
-        groups, arguments = open_group_journal(self.frontend, arguments, journal)
-        state = (row_tasks(arguments), control, listeners, groups)
-        return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
+        return open_collector(self.frontend, self._batcher, arguments, control, listeners, journal, columns_of)
 
     def evaluate(
         self,

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from envs_adapters.base import Observation
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.batches.jsonl import samples
+from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.rollouts.journal import journal
 from rollout_engine.rollouts.journal.journal import JournalOptions
 from rollout_engine.rollouts.policy import RolloutPolicy
@@ -97,11 +98,18 @@ def collect(policy, model, work, *, updates):
     return checkpoint["rows"], collector.stats.num_delivered
 
 
+def make_policy(model, engine):
+    """A policy over an engine in this process, its own ("process"), or two of them ("fleet")."""
+    if engine == "process":
+        return RolloutPolicy(AsyncLLM(model, **OPTIONS))
+    return RolloutPolicy.from_pretrained(model, num_replicas=1 + (engine == "fleet"), **OPTIONS)
+
+
 def main(given):
     """Run to the end, or to the kill; writes result.json."""
     work, verb = Path(given["work"]), given["verb"]
     writes = kill_at(given.get("kill_at", 0))
-    with RolloutPolicy.from_pretrained(given["model"], **OPTIONS) as policy:
+    with make_policy(given["model"], given.get("engine", "")) as policy:
         if verb == "rollout":
             options = {"num_episodes": 2, "num_samples": 2, "seed": 5, "journal": work / "journal", "use_tqdm": False}
             rows, number = list(samples(policy.rollout(None, PARAMS, env=Adding, **options))), 0

@@ -2,13 +2,20 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 
 import pytest
 
+from rollout_engine.base.errors import EngineDeadError
+from rollout_engine.batches.jsonl import samples
+from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.rollouts.journal.journal import JournalOptions
+from rollout_engine.rollouts.policy import RolloutPolicy
 from rollout_engine.testing import tiny_checkpoint
+from tests.integration.journal_child import OPTIONS, PARAMS, ROWS, reward
 
 VERBS = ("collect", "update", "rollout")
 SLOW_POINTS = 67
@@ -28,9 +35,9 @@ def run(checkpoint):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         starter = subprocess.Popen(command, text=True, env=os.environ | environment, **pipes)
 
-        def start(work, verb, kill_at=0):
+        def start(work, verb, kill_at=0, engine=""):
             work.mkdir(exist_ok=True)
-            given = {"model": checkpoint, "work": str(work), "verb": verb, "kill_at": kill_at}
+            given = {"model": checkpoint, "work": str(work), "verb": verb, "kill_at": kill_at, "engine": engine}
             print(json.dumps(given), file=starter.stdin, flush=True)
             status = starter.stdout.readline().strip()
             errors.seek(0)
@@ -61,10 +68,10 @@ def undisturbed(run, tmp_path_factory):
     return made
 
 
-def check(run, undisturbed, work, verb, kill_at):
+def check(run, undisturbed, work, verb, kill_at, engine=""):
     expected, _, num_delivered = undisturbed[verb]
-    assert run(work, verb, kill_at) == -9
-    assert run(work, verb) == 0
+    assert run(work, verb, kill_at, engine) == -9
+    assert run(work, verb, engine=engine) == 0
     rows, _, delivered = result(work)
     assert rows == expected and delivered == num_delivered
 
@@ -82,3 +89,33 @@ def test_rows_are_the_same_whichever_write_is_the_last(run, undisturbed, tmp_pat
     num_writes = undisturbed[verb][1]
     for point in range(SLOW_POINTS):
         check(run, undisturbed, tmp_path / f"{point}", verb, 1 + point * num_writes // SLOW_POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["process", "fleet"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_killed_trainer_with_engines_of_their_own_has_the_same_rows(run, undisturbed, tmp_path, verb, engine):
+    for kill_at in (9, 22, 27):
+        check(run, undisturbed, tmp_path / f"{kill_at}", verb, kill_at, engine)
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_engine_is_killed_continues_with_another(checkpoint, undisturbed, tmp_path):
+    expected, _, num_delivered = undisturbed["collect"]
+    found, num_dead = [], 0
+    while True:
+        with RolloutPolicy(AsyncLLM(checkpoint, **OPTIONS)) as policy:
+            kept = JournalOptions(directory=str(tmp_path), progress_tokens=2)
+            options = {"num_samples": 3, "groups_per_batch": 2, "seed": 5, "reward_fn": reward, "max_staleness": 2}
+            collector = policy.collect(ROWS, PARAMS, journal=kept, **options)
+            try:
+                for batch in collector:
+                    found += samples(batch)
+                    os.kill(policy.frontend.client.pid, signal.SIGKILL)
+            except EngineDeadError:
+                num_dead += 1
+                continue
+            break
+    rows = {(row["group_id"], row["sample_index"], row.get("episode_id")): row for row in found}
+    assert len(rows) == len(found) and rows == expected
+    assert num_dead > 1 and collector.stats.num_delivered == num_delivered

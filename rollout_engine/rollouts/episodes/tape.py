@@ -1,4 +1,4 @@
-"""The journal of a rollout over environments: what happened to each episode, event by event.
+"""The journal of a rollout over environments: the events of each episode, in their order.
 
     Played(Reset's reply) ── Answered ── Played(step's reply) ── Answered ── ...  ── Ended
                              a turn of a policy
@@ -119,7 +119,7 @@ class Script:
     def matches(self, result: Any) -> bool:
         """Take the reply that an environment gave before. Returns whether `result` equals it, except for `info`."""
         event, self.has_taken = self._events.popleft(), True
-        return isinstance(event, Played) and _digest(_played(0, result)) == _digest(event)
+        return isinstance(event, Played) and _digest(_record_of(0, result)) == _digest(event)
 
 
 class EpisodeTape:
@@ -187,7 +187,7 @@ class EpisodeTape:
         elif isinstance(result, list | str):
             self._write(Returned(key, plain_data(result)))
         else:
-            self._write(_played(key, result))
+            self._write(_record_of(key, result))
         if self._journal.is_full:
             self._journal.begin(self._identity, {})
 
@@ -261,7 +261,7 @@ class EpisodeTape:
                 self._lost.add(key)
 
 
-def _played(key: int, result: Any) -> Played:
+def _record_of(key: int, result: Any) -> Played:
     """Make the record of an environment's result, with plain data in `info` and messages, as processes send them."""
     if isinstance(result, EnvFailure):
         return Played(key, failure=result.reason)

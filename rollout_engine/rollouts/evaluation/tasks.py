@@ -24,8 +24,8 @@ from rollout_engine.rollouts.plan import split_row
 
 _NUM_STARTS = 100
 """Prompts of an environment, unless given."""
-_OF_EVALUATION = ("env", "num_episodes")
-"""Options of episodes that a task sets by other fields."""
+_OF_EVALUATION = ("env", "num_episodes", "journal", "on_resume")
+"""Options of episodes that a task sets by other fields, or that its evaluation has its own directory for."""
 
 
 class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass]

@@ -20,7 +20,6 @@ import xxhash
 
 MAGIC = b"rollout journal\n"
 """First bytes of a segment."""
-MAX_PAYLOAD_BYTES = 1 << 31
 _HEADER, _CHECKED = struct.Struct("<IIQ"), struct.Struct("<IQ")
 _SECTOR_BYTES = 512
 

@@ -1,4 +1,4 @@
-"""Records of a collector's journal, and what they amount to for one group.
+"""Records of a collector's journal, and those of one group together.
 
 Start ── Progress ── Progress ── Sampled ── Complete ── Delivered
          new tokens of unfinished samples   all of them, then their rewards

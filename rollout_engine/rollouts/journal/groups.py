@@ -179,9 +179,6 @@ class GroupJournal:
         self._write(Delivered(indexes, self._weights.version, num_pending, num_dropped))
         if self._journal is not None:
             self._journal.sync()
-            if self._journal.is_full:
-                self._journal.begin(self.identity, self.position)
-                self._remove_old_segments(self._journal)
 
     def close(self) -> None:
         """Release the directory. Calling it again is a no-op."""
@@ -193,6 +190,9 @@ class GroupJournal:
         if self._journal is not None:
             location = self._journal.append(RECORDS.encode(record))
         self._apply(record, location)
+        if self._journal is not None and self._journal.is_full:
+            self._journal.begin(self.identity, self.position)
+            self._remove_old_segments(self._journal)
 
     def _read(self, location: Location, kind: type[_T]) -> _T:
         assert self._journal is not None, "contents are in a directory"

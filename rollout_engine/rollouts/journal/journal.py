@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,11 @@ FORMAT = 1
 """Number of the form of these files; a journal of a higher one is not read."""
 _NAME = re.compile(r"segment-(\d{6,})\.log")
 _LOCK = "lock"
+_MAX_BYTES = (1 << 32) - 1
+"""Bytes of a record at most."""
+_open: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+"""Open journals of this process. A fork of it closes them: it would hold the lock when its parent is dead."""
+os.register_at_fork(after_in_child=lambda: [journal.close() for journal in _open])
 
 
 class JournalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +56,7 @@ class JournalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Full segments that are kept although all their groups were delivered, so that `load_state_dict` can deliver
     these again. Groups of segments that were removed are sampled again."""
     progress_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
-    """New tokens of an unfinished sample from which they are appended: at most about so many are sampled again."""
+    """New tokens of an unfinished sample from which they are appended: at most about this number is sampled again."""
 
     @classmethod
     def of(cls, given: Any) -> "JournalOptions":
@@ -114,6 +120,7 @@ class Journal:
     def open(cls, options: JournalOptions, kind: str) -> "Journal":
         """Make the directory if it is missing, and lock it. Raises `RequestError`."""
         journal = cls(options, kind)
+        _open.add(journal)
         try:
             journal._directory.mkdir(parents=True, exist_ok=True)
             journal._lock()
@@ -179,6 +186,9 @@ class Journal:
 
     def append(self, payload: bytes) -> Location:
         """Append a record. It survives this process; `sync` makes it survive the machine."""
+        if len(payload) > _MAX_BYTES:
+            hint = "Return less of each sample: hidden states and the log-probs of a vocabulary are large."
+            raise RequestError.for_field("journal", f"a record of {len(payload)} bytes", f"at most {_MAX_BYTES}", hint)
         frame, checksum = encode_frame(payload, self._seed)
         with self._writing():
             write_all(self._descriptor, frame)

@@ -93,7 +93,7 @@ def state_of(position: Position, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def position_of(state: Any, identity: Mapping[str, Any]) -> Position:
     """Read the result of `state_of`. Raises `RequestError` for another run's, and for one of another form."""
-    bound = "what `state_dict` of a collector returned"
+    bound = "a result of RolloutCollector.state_dict"
     if not isinstance(state, Mapping):
         raise RequestError.for_field("state_dict", state, bound)
     if type(state.get("format")) is int and state["format"] > FORMAT:

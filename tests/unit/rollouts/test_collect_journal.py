@@ -98,6 +98,17 @@ def test_rows_are_those_of_an_undisturbed_run_whichever_write_is_the_last(make_r
         assert trainer.stats.num_started == len(ROWS) + trainer.stats.num_regenerated
 
 
+def test_groups_in_flight_over_updates_are_delivered_once_and_in_time(make_rig, tmp_path):
+    expected = samples(*collect(make_rig(), max_staleness=2))  # the fake model's tokens know no versions
+    for number in range(2, 60, 3):
+        trainer = Trainer(make_rig, small(tmp_path / str(number)), max_staleness=2, updates=True)
+        assert trainer.run_with_a_kill(number)
+        assert samples(*trainer.batches) == expected
+        for version, batch in enumerate(trainer.batches):
+            versions = batch["policy_version"][batch["masks", "all_assistant_mask"]]
+            assert version - 2 <= versions.min() and versions.max() <= version
+
+
 def test_of_oversampled_groups_the_first_to_end_in_one_process_are_kept(make_rig, tmp_path):
     every = samples(*collect(make_rig(), num_samples=5))
     for number in range(3, 40, 4):

@@ -143,7 +143,7 @@ def test_results_of_functions_are_taken_from_the_journal(tmp_path):
         with killed_at(number):
             play(make_policy(), Two, seats={1: said}, num_samples=2, journal=tmp_path / str(number))
         assert_same(play(make_policy(), Two, seats={1: said}, num_samples=2, journal=tmp_path / str(number)), whole)
-        assert num_calls <= len(calls) <= num_calls + 1
+        assert num_calls <= len(calls) <= num_calls + 2  # both may have been in a call
 
 
 def test_weights_that_changed_continue_with_a_line_and_those_that_are_gone_begin_anew(tmp_path, caplog, weights):

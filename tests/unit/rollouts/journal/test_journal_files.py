@@ -116,6 +116,29 @@ def test_there_is_one_writer(written):
         journal.append(b"late")
 
 
+def test_a_fork_does_not_hold_the_journal_of_its_parent(written):
+    path, payloads = written
+    journal, *_ = open_journal(path)
+    (ready, begun), (waiting, end) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(end)
+        os.write(begun, b"x")
+        os.read(waiting, 1)  # until the parent has closed the other end
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        journal.append(b"more")
+        journal.close()
+        again, records, _ = open_journal(path)
+        assert records == [*payloads, b"more"]
+        again.close()
+    finally:
+        for descriptor in (ready, begun, waiting, end):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+
+
 def test_other_kinds_versions_and_programs_are_refused(written, monkeypatch, tmp_path_factory):
     path, _ = written
     with pytest.raises(RequestError, match="the journal of a rollout.*It is that of a collect"):
