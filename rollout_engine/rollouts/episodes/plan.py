@@ -55,6 +55,10 @@ class EpisodeOptions(TypedDict, total=False):
     seat's messages to a text. Seats not named are played by this policy (self-play)."""
     max_in_flight: int | None
     """Episodes that run at once; None: all."""
+    pin_version: bool
+    """True: all turns of an episode are sampled under the policy version that is live when it begins. An update ends
+    the episode after the turns it has, truncated (`ended_by` is "policy_version"); one without a turn begins under the
+    new version. False, the default: turns after an update are of its version."""
 
 
 EPISODE_KEYS = tuple(EpisodeOptions.__annotations__)
@@ -93,6 +97,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     """Seed of the environments of start 0; None: one that `seed` determines."""
     starts: tuple[int, ...] | None = None
     """Numbers of the `num_episodes` starts to play; None: from 0 on."""
+    pins_version: bool = False
+    """Whether all turns of an episode are sampled under one policy version."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments) -> "EpisodePlan":
@@ -133,6 +139,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             opponents=_opponents(options.get("seats") or {}),
             tools=_functions(tools),
             chat=chat,
+            pins_version=_pins_version(options, checked),
             lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
         )
 
@@ -170,6 +177,16 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise RequestError.for_field("episode_timeout", value, "a positive number of seconds")
     return float(value)
+
+
+def _pins_version(options: Mapping[str, Any], params: SamplingParams) -> bool:
+    pins = options.get("pin_version", False)
+    if not isinstance(pins, bool):
+        raise RequestError.for_field("pin_version", pins, "True or False")
+    if pins and params.policy_version is not None:
+        bound = "False with policy_version, which is the version of all episodes"
+        raise RequestError.for_field("pin_version", pins, bound)
+    return pins
 
 
 def _functions(tools: Sequence[Any]) -> dict[str, ToolFunction]:

@@ -140,7 +140,9 @@ class EpisodeRun:
         asking = [player for player in self._players if len(player)]
         for player in asking:
             for key, sample in player.read():
-                self._go_on(self._running[key], self._running[key].take_sample(sample))
+                episode = self._running[key]
+                is_past = sample.finish_reason == "abort"  # others are asked for again
+                self._go_on(episode, episode.end("policy_version") if is_past else episode.take_sample(sample))
         if not asking and self._running:
             self._has_news.wait(_LOOK_SECONDS)
         complete, self._complete = self._complete, []
