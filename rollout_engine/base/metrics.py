@@ -223,6 +223,8 @@ class CoreMetrics(msgspec.Struct):
     """Slots referenced by live requests / all slots."""
     num_state_snapshots: int = 0
     """States that are kept to be found again."""
+    num_awaiting_version: int = 0
+    """Those of `num_waiting` whose request asks for a later policy version than the live one."""
 
 
 class ReplicaMetrics(msgspec.Struct):

@@ -55,6 +55,7 @@ penalties_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*PENA
 
 LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
+VersionWait = Literal["wait", "refuse", "end"]
 TruncationSide = Literal["left", "right"]
 
 
@@ -185,6 +186,16 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     token alone; any other text is recognised by its bytes, however tokens spell it."""
     thinking_end: str = "</think>"
     """The text that closes thinking, recognised likewise, and forced as the tokenizer spells it."""
+    policy_version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    """Sample under the weights of this policy version alone; None: under the live ones. A request for a later version
+    waits, while others are computed; one for an earlier version is refused. A weight update ends its samples with the
+    tokens they have: `finish_reason` is "abort", and `error` names the versions."""
+    min_policy_version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    """Begin once this policy version or a later one is live; updates in flight are as for any request. Not together
+    with `policy_version`."""
+    version_wait: VersionWait = "wait"
+    """What a request does whose version is not live: "wait" for it; "refuse": raise `RetryableError` (HTTP 503) for a
+    later version; "end": end at once, as if an update had ended it, whether the version is past or to come."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")
@@ -209,6 +220,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
             bound = "False with structured_outputs, whose outputs end with an end id, unless stop_token_ids has some"
             _require("ignore_eos", self.ignore_eos, not self.ignore_eos, bound)
         self._check_thinking()
+        least, is_one = self.min_policy_version, self.policy_version is None or self.min_policy_version is None
+        _require("min_policy_version", least, is_one, "absent with policy_version", "Give one of them.")
 
     def _check_thinking(self) -> None:
         for field in ("thinking_start", "thinking_end"):

@@ -8,6 +8,7 @@ from rollout_engine.base.errors import LifecycleError, RetryableError, WeightUpd
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.base.metrics import CoreMetrics, CoreStats
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.base.version_pin import check_standing
 from rollout_engine.core.adapters import Adapter, AdapterTable
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
@@ -18,14 +19,11 @@ from rollout_engine.core.model_drafts import ModelDrafts
 from rollout_engine.core.recorder import Recorder, recorded_entry, recorded_step
 from rollout_engine.core.request import Request
 from rollout_engine.core.request_checks import check_request
-from rollout_engine.core.request_table import Preparation, RequestTable
+from rollout_engine.core.request_table import PATIENCE, Preparation, RequestTable
 from rollout_engine.core.result_processor import ResultProcessor
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.speculation import speculator_of
 from rollout_engine.core.step import Step
-
-_PATIENCE = 0.02
-"""Seconds that a step without work waits for the preparation of a request."""
 
 
 class EngineCore:
@@ -64,7 +62,7 @@ class EngineCore:
         """
         if self._requests.num_preparing:
             is_idle = not (self._steps or self._scheduler.num_queued or self._results.has_pending)
-            for request in self._requests.take_prepared(_PATIENCE if is_idle else 0.0):
+            for request in self._requests.take_prepared(PATIENCE if is_idle else 0.0):
                 self._scheduler.add(request)
         num_ahead = self.config.async_scheduling - len(self._results.pending_outputs)
         while len(self._steps) <= num_ahead and (step := self._schedule()):
@@ -119,6 +117,7 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or with ids in use.
 
+        One for a later policy version waits, and is not in flight; one for a past version is refused (`version_pin`).
         While the engine is paused or asleep, or an update overwrites the weights, the request waits; with
         admission="reject" `RetryableError` is raised. `DirtyWeightsError` when an update has left the weights
         incomplete, `LifecycleError` after shutdown.
@@ -130,9 +129,13 @@ class EngineCore:
             state = self.lifecycle.describe()
             raise RetryableError(f"The engine is {state} and takes no requests (admission='reject'); try again later.")
         check_request(request, self.config)
+        standing = check_standing(request.params, self.policy_version, has_tokens=bool(request.output_token_ids))
         adapter = self.adapters.use(request.lora) if request.lora else None
-        added = self._requests.add(request, adapter, held=not admits)
-        if admits:
+        is_held = standing == "early" or not admits
+        added = self._requests.add(request, adapter, held=is_held)
+        if standing == "over":
+            self._results.end_out_of_range([added], self.policy_version)
+        elif not is_held:
             self._queue(added)
         for recorder in self.recorders:
             recorder.record_request(request)
@@ -218,7 +221,7 @@ class EngineCore:
         """Admit no request until `end_update`. Requests in flight end now ("abort"; returns the ends) or continue."""
         self.lifecycle.close_for_update(mode, in_flight=self.num_in_flight > 0)
         if mode == "abort":
-            self._abort_in_flight()
+            self._results.abort(self._requests.in_flight)
             self._finish_draining()
         return self._results.pop_outputs()
 
@@ -227,17 +230,20 @@ class EngineCore:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
 
         kv="keep": sequences continue on the KV they have. kv="recompute": they compute it again under the new weights;
-        always so when `version` does not grow, since the version would no longer distinguish old KV from new.
+        always so when `version` does not grow, since the version would no longer distinguish old KV from new. Requests
+        that ask for other versions end; those that have waited for this one begin.
         """
         if kv not in ("keep", "recompute"):
             raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")
         self._wait_for_steps()
+        self._results.end_out_of_range(self._requests.ending_at(version), version)
         grows = version > self._tables.policy_version
         if not grows:
             self._tables.clear_cache()
         if kv == "recompute" or not grows:
             self._scheduler.recompute_all()
         self._tables.start_version(version)
+        self._admit_held()
         return self.num_unfinished_requests
 
     @recorded_entry
@@ -337,13 +343,14 @@ class EngineCore:
             num_state_slots=self.config.num_state_slots,
             state_usage=self._tables.state_usage,
             num_state_snapshots=self._tables.num_state_snapshots,
+            num_awaiting_version=self._requests.num_early_sequences(self.policy_version),
         )
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError names the difference."""
         self._scheduler.check_integrity()
         self.adapters.check_integrity()
-        self._requests.check_integrity(may_hold=not self.lifecycle.admits, num_queued=self._scheduler.num_queued)
+        self._requests.check_integrity(self.lifecycle.admits, self.policy_version, self._scheduler.num_queued)
         # a pause that waited for the last ends is complete once they are returned
         drains = self.num_in_flight or self._results.has_pending
         assert drains or not self.lifecycle.draining, "nothing drains"
@@ -354,7 +361,7 @@ class EngineCore:
 
     def _admit_held(self) -> None:
         if self.lifecycle.admits:
-            for request in self._requests.take_held():
+            for request in self._requests.take_held(self.policy_version):
                 self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -365,14 +372,10 @@ class EngineCore:
         else:
             self._requests.hold_until_prepared(request, preparation)
 
-    def _abort_in_flight(self) -> None:
-        for request in self._requests.in_flight:
-            self._results.end_request(request, "abort")
-
     def _stop(self, mode: PauseMode) -> EngineCoreOutputs:
         """Begin a pause or sleep that the lifecycle has accepted; complete it unless requests have to finish first."""
         if mode == "abort":
-            self._abort_in_flight()
+            self._results.abort(self._requests.in_flight)
         if not self.lifecycle.draining:
             self._finish_stop()
         return self._results.pop_outputs()

@@ -5,19 +5,23 @@ from collections.abc import Callable, Iterable
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import PictureInfo
+from rollout_engine.base.version_pin import ends_at_commit, standing_of
 from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.picture_keys import PictureKeys
 from rollout_engine.core.request import Request, Sequence
 
 Preparation = Callable[[float], bool]
 """Waits up to `seconds` for the work that a request needs before its first step; returns whether it is done."""
+PATIENCE = 0.02
+"""Seconds that a step without work waits for the preparation of a request."""
 
 
 class RequestTable:
     """Unfinished requests by the id of their first sequence, and all their sequences by id.
 
-    Held requests arrived while the engine was not running; they are scheduled from resume, wake-up or end of update on.
-    Requests in preparation are scheduled once that is complete; they count as in flight.
+    Held requests arrived while the engine was not running, or ask for a later policy version than the live one; they
+    are scheduled from resume, wake-up, commit or end of update on. Requests in preparation are scheduled once that is
+    complete; they count as in flight.
     """
 
     def __init__(self, pictures: PictureInfo | None = None) -> None:
@@ -45,6 +49,11 @@ class RequestTable:
     def num_held_sequences(self) -> int:
         """Sequences of requests that are held."""
         return sum(request.source.params.n for request in self._held.values())
+
+    def num_early_sequences(self, live: int) -> int:
+        """Those of them whose request asks for a later version than `live`."""
+        early = (each.source.params for each in self._held.values())
+        return sum(params.n for params in early if standing_of(params, live) == "early")
 
     def add(self, source: EngineCoreRequest, adapter: Adapter | None = None, *, held: bool) -> Request:
         """Add a request. Raises `RequestError` when the id of one of its sequences is in use."""
@@ -82,10 +91,24 @@ class RequestTable:
         """The ids of these that a sequence of an unfinished request has."""
         return self._sequences.keys() & sequence_ids
 
-    def take_held(self) -> list[Request]:
-        """Return the held requests in order of arrival, and hold them no longer."""
-        taken, self._held = list(self._held.values()), {}
+    def take_held(self, live: int) -> list[Request]:
+        """Return the held requests that may begin under version `live`, in order of arrival; hold them no longer."""
+        held, self._held = self._held, {}
+        taken = []
+        for first, request in held.items():
+            if standing_of(request.source.params, live) == "in range":
+                taken.append(request)
+            else:
+                self._held[first] = request
         return taken
+
+    def ending_at(self, version: int) -> list[Request]:
+        """Requests that end, or can never begin, when weights of `version` become live."""
+        return [
+            request
+            for first, request in self.by_id.items()
+            if ends_at_commit(request.source.params, version, has_begun=first not in self._held)
+        ]
 
     def hold_until_prepared(self, request: Request, preparation: Preparation) -> None:
         """Keep a request back until `preparation` is complete."""
@@ -105,11 +128,16 @@ class RequestTable:
         """Number of requests that wait for their preparation."""
         return len(self._preparing)
 
-    def check_integrity(self, *, may_hold: bool, num_queued: int) -> None:
-        """Assert that requests, sequences and the scheduler's queues, with `num_queued` sequences, agree."""
+    def check_integrity(self, admits: bool, live: int, num_queued: int) -> None:
+        """Assert that requests, sequences and the scheduler's queues, with `num_queued` sequences, agree.
+
+        `admits`: whether requests for version `live` are not held.
+        """
         assert self._held.keys() <= self.by_id.keys(), "a request is held that has ended"
         assert self._preparing.keys() <= self.by_id.keys(), "a request is prepared that has ended"
-        assert may_hold or not self._held, "requests are held though the engine runs"
+        standings = {standing_of(request.source.params, live) for request in self._held.values()}
+        assert not admits or standings <= {"early"}, "requests are held though the engine runs"
+        assert "over" not in standings, "a request waits for a version that is past"
         known = {s.sequence_id: s for request in self.by_id.values() for s in request.sequences}
         assert known == self._sequences, "the sequences of live requests and the known sequences differ"
         for first, request in self.by_id.items():

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -12,6 +12,7 @@ from rollout_engine.base.messages import EngineCoreOutputs, ModelRunnerOutput, P
 from rollout_engine.base.outputs import FinishReason
 from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.base.sequence_rows import IdLogprobs, SupportIds
+from rollout_engine.base.version_pin import describe_end
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.scheduler import Scheduler
@@ -138,6 +139,16 @@ class ResultProcessor:
         """End all sequences of a request, the leader last, so that no sibling has to take over."""
         for sequence in reversed(request.live_sequences):
             self.end(sequence, reason, error)
+
+    def abort(self, requests: Iterable[Request], error: str | None = None) -> None:
+        """End these requests now, with the tokens they have."""
+        for request in requests:
+            self.end_request(request, "abort", error)
+
+    def end_out_of_range(self, requests: Iterable[Request], version: int) -> None:
+        """End requests that ask for other versions than `version`, which becomes or is the live one."""
+        for request in requests:
+            self.end_request(request, "abort", describe_end(request.source.params, version))
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence that got no token in this step."""

@@ -64,6 +64,7 @@ def metrics(results: Sequence[CoreMetrics]) -> CoreMetrics:
         num_state_slots=sum(each.num_state_slots for each in results),
         state_usage=mean([each.state_usage for each in results]),
         num_state_snapshots=sum(each.num_state_snapshots for each in results),
+        num_awaiting_version=sum(each.num_awaiting_version for each in results),
     )
 
 

@@ -151,14 +151,20 @@ class LocalClient:
     def turn(self, has_news: Callable[[], bool]) -> bool:
         """Compute a step on this thread, unless `has_news()` before it is this thread's turn.
 
-        While paused or asleep it computes nothing and waits a moment. False: the client's own thread computes. Raises
-        `DirtyWeightsError` for requests that cannot continue before a complete weight update.
+        While paused or asleep, or if all requests wait for a policy version, it computes nothing and waits a moment.
+        False: the client's own thread computes. Raises `DirtyWeightsError` for requests that cannot continue before a
+        complete weight update.
         """
-        driver, lifecycle = self.driver, self.driver.core.lifecycle
+        driver, core = self.driver, self.driver.core
         driver.lock.require_usable()
         if self._thread is not None:
             return False
-        driver.wait_for_change(lambda: lifecycle.can_step or driver.can_progress() or has_news(), _LOOK_SECONDS)
+
+        def is_over() -> bool:
+            is_idle = core.lifecycle.can_step and not core.num_unfinished_requests
+            return is_idle or driver.can_progress() or has_news()
+
+        driver.wait_for_change(is_over, _LOOK_SECONDS)
         driver.give_way()
         while not driver.lock.acquire(_LOOK_SECONDS):
             if has_news():

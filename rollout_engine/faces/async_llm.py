@@ -16,6 +16,7 @@ from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.base.pooling_params import PoolingLike, as_pooling_params, refuse_pooling
 from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.base.threads import run_in_thread
+from rollout_engine.base.version_pin import with_versions
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.beam_search import BeamSearches
@@ -141,6 +142,8 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
         lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
         data_parallel_rank: int | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request, by `output_kind`; the last output has `finished=True`.
@@ -148,15 +151,17 @@ class AsyncLLM(AsyncReplicaMethods, AsyncVerbs):
         A reader slower than the engine gets everything since its last output at once. Leaving the iteration,
         cancelling it, dropping the generator or closing its event loop aborts the request. Lower `priority` runs first.
         Raises `RequestError`, nothing queued, and `EngineDeadError`. `session_id`, `trace_headers` as in
-        `LLMEngine.add_request`, `lora_request` and `chat` as in `LLM.generate`. `data_parallel_rank`: the index of the
-        replica that is to begin with the request; if it is lost, another one continues. None: the balancer chooses.
-        `RetryableError` while that replica takes no requests. An engine without replicas has rank 0 alone.
+        `LLMEngine.add_request`, `lora_request`, `policy_version`, `min_policy_version` and `chat` as in `LLM.generate`.
+        `data_parallel_rank`: the index of the replica that is to begin with the request; if it is lost, another one
+        continues. None: the balancer chooses. `RetryableError` while that replica takes no requests. An engine without
+        replicas has rank 0 alone.
         """
         check_chat_arguments(chat, self.generate)
         refuse_pooling(sampling_params)
         options: Any = dict(lora_request=lora_request, data_parallel_rank=data_parallel_rank, priority=priority)
         options |= dict(session_id=session_id, trace_headers=trace_headers)
-        async with aclosing(self._outputs(prompt, sampling_params, request_id, chat, **options)) as outputs:
+        params = with_versions(sampling_params, policy_version, min_policy_version)
+        async with aclosing(self._outputs(prompt, params, request_id, chat, **options)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -12,6 +12,7 @@ from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.base.pooling_params import PoolingLike, as_pooling_params, pooling_only, refuse_pooling
 from rollout_engine.base.sampling_params import SamplingLike
+from rollout_engine.base.version_pin import with_versions
 from rollout_engine.faces.beam_search import BeamSearches
 from rollout_engine.faces.generate_run import generate_all
 from rollout_engine.faces.llm_engine import LLMEngine
@@ -57,6 +58,8 @@ class LLM(BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         trace_headers: TraceHeaders | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order. Several threads may call it at once.
@@ -70,17 +73,19 @@ class LLM(BlockingVerbs):
         in `LLMEngine.add_request`: it has an effect over replicas only. `lora_request`: the adapter, one for all or one
         each, None for the base model: the name of one that the engine has, or a `LoRARequest` with its path or tensors,
         which is added first (`add_lora`) unless it is there in this revision. `trace_headers` (W3C `traceparent`) make
-        the spans of all these requests, if there are any, part of the caller's trace. `chat`: the options of
-        `ChatOptions` (`tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
-        `continue_final_message`), for prompts that are conversations.
+        the spans of all these requests, if there are any, part of the caller's trace. `policy_version`,
+        `min_policy_version`: those of `SamplingParams`, for all prompts; one that is not live yet is waited for, and
+        another thread has to update the weights. `chat`: the options of `ChatOptions` (`tools`, `chat_template`,
+        `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`), for prompts that are conversations.
 
         Raises `LifecycleError` while paused or asleep, since it would block forever; paused by another thread once it
         has begun, it waits for that thread to resume. `DirtyWeightsError` while the weights are incomplete.
         """
         refuse_pooling(sampling_params)
+        params = with_versions(sampling_params, policy_version, min_policy_version)
         options: Any = dict(lora_request=lora_request, use_tqdm=use_tqdm, priority=priority, session_id=session_id)
         options["trace_headers"] = trace_headers
-        return generate_all(self.frontend, self.generate, prompts, sampling_params, chat, **options)
+        return generate_all(self.frontend, self.generate, prompts, params, chat, **options)
 
     def chat(
         self,
@@ -91,6 +96,8 @@ class LLM(BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         trace_headers: TraceHeaders | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, through the tokenizer's chat template."""
@@ -100,6 +107,7 @@ class LLM(BlockingVerbs):
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [{"messages": conversation} for conversation in conversations]
         options: Any = dict(session_id=session_id, lora_request=lora_request, trace_headers=trace_headers)
+        options |= dict(policy_version=policy_version, min_policy_version=min_policy_version)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options, **chat)
 
     def beam_search(

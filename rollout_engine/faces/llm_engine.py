@@ -8,6 +8,7 @@ from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.lora_request import LoRALike
 from rollout_engine.base.metrics import StatLogger
 from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.version_pin import with_versions
 from rollout_engine.engine.client import EngineClient
 from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.local_client import LocalClient
@@ -59,6 +60,8 @@ class LLMEngine(BlockingVerbs):
         session_id: str | None = None,
         lora_request: LoRALike | None = None,
         trace_headers: TraceHeaders | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
     ) -> str:
         """Queue one request and return its id. Lower `priority` runs first. Raises `RequestError`, nothing queued.
 
@@ -66,12 +69,13 @@ class LLMEngine(BlockingVerbs):
 
         `session_id`: over replicas, requests of one id, such as the turns of a conversation, go to the same replica,
         which has their prefix cached; once it is gone, to another. It changes no token. Without replicas it has no
-        effect. `lora_request`: the adapter, as in `LLM.generate`. `trace_headers` (W3C `traceparent`) make its span, if
-        there is one, part of the caller's trace.
+        effect. `lora_request`: the adapter, and `policy_version`, `min_policy_version`, as in `LLM.generate`.
+        `trace_headers` (W3C `traceparent`) make its span, if there is one, part of the caller's trace.
         """
         prompt = with_lora(prompt, lora_request)
         self.frontend.ensure_loras(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        params = with_versions(params, policy_version, min_policy_version)
         (added,) = self._add(lambda: [self._reader.add(prompt, params, request_id, **options)])
         return added
 
@@ -84,15 +88,18 @@ class LLMEngine(BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         trace_headers: TraceHeaders | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
     ) -> list[str]:
         """Queue one prompt or a list of them, under new ids, which are returned in order.
 
-        `params`, `priority`, `session_id`, `lora_request`: one for all or one each; `trace_headers`: of all. All are
-        checked before any is queued: `RequestError` names the index.
+        `params`, `priority`, `session_id`, `lora_request`: one for all or one each; `trace_headers`, `policy_version`,
+        `min_policy_version`: of all. All are checked before any is queued: `RequestError` names the index.
         """
         prompts = with_lora(prompts, lora_request)
         self.frontend.ensure_loras(lora_request)
         options = dict(priority=priority, session_id=session_id, trace_headers=trace_headers)
+        params = with_versions(params, policy_version, min_policy_version)
         return self._add(partial(self._reader.add_all, prompts, params, **options))
 
     def step(self) -> list[RequestOutput]:

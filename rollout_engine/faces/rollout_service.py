@@ -15,6 +15,7 @@ from rollout_engine.base.outputs import PoolingRequestOutput, RequestOutput
 from rollout_engine.base.pooling_params import PoolingLike, pooling_only
 from rollout_engine.base.sampling_params import SamplingLike
 from rollout_engine.base.threads import run_in_thread
+from rollout_engine.base.version_pin import with_versions
 from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.verb import Arguments
 from rollout_engine.engine.verbs import VERBS
@@ -128,6 +129,8 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         trace_headers: TraceHeaders | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """One finished `RequestOutput` per prompt, in order, as from `LLM.generate`.
@@ -141,7 +144,8 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
                 `GenerateTimeoutError` reports their tokens so far; it has the outputs that were complete.
             replica_index: the replica that is to begin with them; if it is lost, they continue at others. None:
                 the balancer chooses for each prompt.
-            priority, session_id, lora_request, trace_headers, chat: as for `LLM.generate`.
+            priority, session_id, lora_request, trace_headers, policy_version, min_policy_version, chat: as for
+                `LLM.generate`.
 
         Raises `RequestError`, nothing queued; `RetryableError` if the replica of that index takes no requests now;
         `LifecycleError` while paused or asleep.
@@ -149,7 +153,8 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         given = chosen_prompts(prompts, prompt_token_ids)
         options: Any = dict(replica_index=replica_index, lora_request=lora_request, timeout_seconds=timeout_seconds)
         options |= dict(use_tqdm=use_tqdm, priority=priority, session_id=session_id, trace_headers=trace_headers)
-        return generate_all(self.frontend, self.generate, given, sampling_params, chat, **options)
+        params = with_versions(sampling_params, policy_version, min_policy_version)
+        return generate_all(self.frontend, self.generate, given, params, chat, **options)
 
     async def agenerate(
         self,
@@ -163,6 +168,8 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | Sequence[LoRALike | None] | None = None,
         trace_headers: TraceHeaders | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         **chat: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """`generate` for an event loop, which stays free; cancelling it aborts the requests.
@@ -178,7 +185,8 @@ class RolloutService(ReplicaMethods, BlockingVerbs):
             await run_in_thread(self.frontend.ensure_loras, lora_request)
         options: Any = dict(replica_index=replica_index, timeout_seconds=timeout_seconds, priority=priority)
         options |= dict(session_id=session_id, trace_headers=trace_headers)
-        return await agenerate(self.frontend, prompts, sampling_params, **options)
+        params = with_versions(sampling_params, policy_version, min_policy_version)
+        return await agenerate(self.frontend, prompts, params, **options)
 
     def encode(
         self,

@@ -42,12 +42,15 @@ _DRAWS_THE_SAME = {
     "logprob_token_ids",
     "output_kind",
     "speculation",
+    "policy_version",
+    "min_policy_version",
+    "version_wait",
     "return_routed_experts",
     "return_support",
     "entropy",
     "return_hidden_states",
 }
-"""Fields of `SamplingParams` that set the number of samples, or the returned values."""
+"""Fields of `SamplingParams` that set the number of samples, the returned values, or when a sample may begin."""
 
 
 class LoggedSamples:

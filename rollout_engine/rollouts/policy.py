@@ -20,6 +20,7 @@ from rollout_engine.base.provenance import attach
 from rollout_engine.base.sampling_params import MAX_N, SamplingLike
 from rollout_engine.base.seeds import MAX_SEED
 from rollout_engine.base.threads import no_thread, run_in_thread
+from rollout_engine.base.version_pin import with_versions
 from rollout_engine.batches.reward_functions import RewardFunctions
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.faces.async_llm import AsyncLLM
@@ -124,6 +125,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         on_group: OnGroup | None = None,
         log_to: str | os.PathLike[str] | None = None,
         teachers: Sequence[Teacher] = (),
@@ -148,6 +151,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             oversample: samples to start per prompt; the first `num_samples` to end are returned, the others aborted
                 ("num_dropped"). Biased, unlike `collect`: short answers end first, and a policy learns to be brief.
             session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
+            policy_version, min_policy_version: those of `SamplingParams`; `RetryableError` if an update by another
+                thread ends a sample.
             on_group: called with the TensorDict of each group as soon as it is complete.
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
@@ -159,7 +164,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         `RewardError` naming the prompt. `LifecycleError` while paused or asleep; if another thread pauses later, it
         waits for the resume, or raises `RetryableError` if that (sleep, update) aborts a group: none is cut short.
         """
-        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
+        params = with_versions(sampling_params, policy_version, min_policy_version)
+        given = (prompts, params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
         start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
@@ -184,6 +190,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         oversample: int | None = None,
         session_id: str | Sequence[str | None] | None = None,
         lora_request: LoRALike | None = None,
+        policy_version: int | None = None,
+        min_policy_version: int | None = None,
         log_to: str | os.PathLike[str] | None = None,
         teachers: Sequence[Teacher] = (),
         teacher_top_k: TopK = None,
@@ -196,7 +204,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`. A group that an
         abort cuts short is not yielded: `RetryableError` is raised.
         """
-        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
+        params = with_versions(sampling_params, policy_version, min_policy_version)
+        given = (prompts, params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         loop = asyncio.get_running_loop()
         step: asyncio.Future[Sequence[Any]] | None = None
         if lora_request is not None:

@@ -236,6 +236,8 @@ def _check_samples(index: int, output: RequestOutput) -> None:
     for sample in output.outputs:
         if sample.finish_reason == "error":
             raise EngineGenerateError(f"prompts[{index}], sample {sample.index}: {sample.error}")
+        if sample.finish_reason == "abort" and sample.error is not None:  # its policy version is past
+            raise RetryableError(f"prompts[{index}], sample {sample.index} was cut short: {sample.error}")
         if sample.finish_reason == "abort":
             what = f"aborted after {len(sample.token_ids)} tokens by a pause, sleep or update with mode='abort'"
             advice = "call rollout again once the engine runs; mode='keep' or mode='wait' would not have cut it"

@@ -148,6 +148,7 @@ def _core_gauges(core: CoreMetrics) -> Values:
     return [
         ("sequences_running", "Sequences with a place in the batch.", core.num_running),
         ("sequences_waiting", "Sequences that wait for a place.", core.num_waiting),
+        ("sequences_awaiting_version", "Those that ask for a later policy version.", core.num_awaiting_version),
         ("kv_cache_usage_ratio", "KV blocks referenced by live requests / all blocks.", core.cache_usage),
         ("state_slots", "Slots for states of sequences, 0 if the model's layers keep none.", core.num_state_slots),
         ("state_usage_ratio", "Those referenced by live requests / all.", core.state_usage),

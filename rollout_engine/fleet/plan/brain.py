@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.version_pin import check_standing, describe_end, standing_of
 from rollout_engine.fleet.plan.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.plan.balancer import Balancer
 from rollout_engine.fleet.plan.ledger import Entry, Ledger
@@ -36,7 +37,7 @@ class Brain:
         """The newest version that a replica has committed."""
         self.replicas = {index: Replica(index) for index in range(num_replicas)}
         self._waiting: deque[Entry] = deque()
-        """Requests that no replica has, oldest first."""
+        """Requests that no replica has, oldest first: none serves, or they ask for a later policy version."""
 
     @property
     def serving(self) -> list[int]:
@@ -62,7 +63,12 @@ class Brain:
     def add_request(
         self, request: EngineCoreRequest, session_id: str | None = None, replica: int | None = None
     ) -> list[Action]:
-        """Take a request. It waits if no replica serves. `replica`: one that serves, and is to get it."""
+        """Take a request. It waits if no replica serves. `replica`: one that serves, and is to get it.
+
+        One for a later policy version waits here until a commit of that is noted. Raises `RequestError` for one that is
+        past, and `RetryableError` for one that does not wait.
+        """
+        check_standing(request.params, self.policy_version)
         return self._place(self.ledger.add(request, session_id), replica)
 
     def abort_sequences(self, sequence_ids: Iterable[int]) -> list[Action]:
@@ -220,16 +226,32 @@ class Brain:
             return actions
         if self.is_dead:
             return [*actions, Fail(problems_of(self.replicas.values()))]
+        params, has_tokens = entry.request.params, requests[0] is not entry.request
+        match standing_of(params, self.policy_version, has_tokens=has_tokens):
+            case "over":
+                why, live = describe_end(params, self.policy_version), list(entry.live)
+                self.ledger.end(live)
+                return [*actions, Tell([SequenceEnd(sequence_id, "abort", error=why) for sequence_id in live])]
+            case "early":
+                entry.wanted = replica if entry.wanted is None else entry.wanted
+                self._waiting.append(entry)
+                return actions
+        if entry.wanted is not None:
+            replica, entry.wanted = (entry.wanted if entry.wanted in self.serving else None), None
+        return [*actions, *self._send(entry, requests, replica)]
+
+    def _send(self, entry: Entry, requests: list[EngineCoreRequest], replica: int | None) -> list[Action]:
+        """Send a request, as `requests`, to this replica or the one that the balancer names, or let it wait."""
         try:
             if replica is None:
                 prompt, session_id = entry.request.prompt_token_ids, entry.session_id
                 replica = self.balancer.choose(prompt, session_id=session_id, excluding=entry.refused_by)
         except LookupError:
             self._waiting.append(entry)
-            return actions
+            return []
         entry.replica, entry.is_whole = replica, requests[0] is entry.request
         self.balancer.began(replica, entry.num_kv_tokens)
-        return [*actions, *(Send(replica, request) for request in requests)]
+        return [Send(replica, request) for request in requests]
 
     def _move_requests(self, replica: Replica) -> list[Action]:
         """Move the requests of a replica to others."""
@@ -303,11 +325,11 @@ def _check_fleet(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Re
     """Raise AssertionError if requests or replicas are inconsistent, in a fleet that has not failed."""
     ledger.check_integrity()
     if any(replica.state is not ReplicaState.DEAD for replica in replicas):
-        _check_requests(ledger, waiting, replicas)
+        _check_requests(ledger, waiting, replicas, policy_version)
         _check_replicas(ledger, replicas, policy_version)
 
 
-def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica]) -> None:
+def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica], policy_version: int) -> None:
     """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
     assert len(set(waiting)) == len(waiting), "a request waits twice"
     for entry in ledger.entries():
@@ -316,7 +338,8 @@ def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence
             state = replicas[entry.replica].state
             assert state in (ReplicaState.SYNCED, ReplicaState.DRAINING), f"a {state} replica has a request"
     serves = any(replica.state is ReplicaState.SYNCED for replica in replicas)
-    assert not (waiting and serves), "requests wait while a replica serves"
+    standings = {standing_of(entry.request.params, policy_version) for entry in waiting}
+    assert "in range" not in standings or not serves, "requests wait while a replica serves"
 
 
 def _check_replicas(ledger: Ledger, replicas: Iterable[Replica], policy_version: int) -> None:

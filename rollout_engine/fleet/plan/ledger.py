@@ -18,7 +18,7 @@ _MOST_PENDING = 1 << 16
 class Entry:
     """A request until all of its samples have ended."""
 
-    __slots__ = ("aborted", "attempt", "is_whole", "live", "refused_by", "replica", "request", "session_id")
+    __slots__ = ("aborted", "attempt", "is_whole", "live", "refused_by", "replica", "request", "session_id", "wanted")
 
     def __init__(self, request: EngineCoreRequest, session_id: str | None) -> None:
         self.request, self.session_id = request, session_id
@@ -29,6 +29,8 @@ class Entry:
         """Those of them that are to end, as soon as their replica reports it."""
         self.replica: int | None = None
         """The replica that has it; None while it waits for one."""
+        self.wanted: int | None = None
+        """The replica that is to begin with it, while it waits for a policy version."""
         self.attempt = 0
         """How many replicas had it before."""
         self.refused_by: set[int] = set()

@@ -15,6 +15,7 @@ import msgspec
 
 from rollout_engine.base.errors import RolloutEngineError
 from rollout_engine.base.metrics import CoreMetrics, CoreStats, ReplicaMetrics
+from rollout_engine.base.version_pin import standing_of
 from rollout_engine.engine import combine
 from rollout_engine.fleet.plan.brain import Brain
 from rollout_engine.fleet.run.member import Member
@@ -73,11 +74,13 @@ class FleetMetrics:
     def _sum(self, living: list[CoreMetrics], replicas: Mapping[int, ReplicaMetrics]) -> CoreMetrics:
         """Loads of the replicas that have an engine, and of requests that wait for one; counters of all."""
         total = combine.metrics(living) if living else _idle("STARTING")
-        waiting = self._brain.ledger.of_replica(None)
+        waiting, live = self._brain.ledger.of_replica(None), self._brain.policy_version
+        early = [entry for entry in waiting if standing_of(entry.request.params, live) == "early"]
         return msgspec.structs.replace(
             total,
             num_requests=total.num_requests + len(waiting),
             num_waiting=total.num_waiting + sum(len(entry.live) for entry in waiting),
+            num_awaiting_version=total.num_awaiting_version + sum(len(entry.live) for entry in early),
             policy_version=total.policy_version if living else self._brain.policy_version,
             counters=combine.counters([each.core.counters for each in replicas.values()]),
         )

@@ -19,10 +19,17 @@ from rollout_engine.rollouts.episodes.tool_functions import tool_name
 from rollout_engine.text.formats.tool_calls import PROMPT_END, ToolCalls
 
 EndedBy: TypeAlias = Literal[
-    "terminated", "truncated", "max_turns", "max_episode_tokens", "max_prompt_pictures", "episode_timeout", "error"
+    "terminated",
+    "truncated",
+    "max_turns",
+    "max_episode_tokens",
+    "max_prompt_pictures",
+    "episode_timeout",
+    "policy_version",
+    "error",
 ]
 """The cause of an episode's end: its environment, by a final state ("terminated") or its own limit ("truncated"), or
-a limit of the rollout, or a fault."""
+a limit of the rollout, a weight update ("policy_version", with `pin_version=True`), or a fault."""
 
 _SEATS, _TURNS = 1 << 33, 1 << 32
 """Offsets beyond the indexes of samples, so that no two draws of an episode share a seed."""

@@ -65,6 +65,10 @@ class EpisodeOptions(TypedDict, total=False):
     on_resume: OnResume
     """For episodes of the journal that have not ended: "replay", the default, plays them again in new environments from
     seed and actions, compares, and continues behind their last turns; "anew" begins them anew."""
+    pin_version: bool
+    """True: all turns of an episode are sampled under the policy version that is live when it begins. An update ends
+    the episode after the turns it has, truncated (`ended_by` is "policy_version"); one without a turn begins under the
+    new version. False, the default: turns after an update are of its version."""
 
 
 EPISODE_KEYS = tuple(EpisodeOptions.__annotations__)
@@ -107,6 +111,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     on_resume: OnResume = "replay"
     draws_seed: bool = False
     """Whether the seed is one of the engine's, which a journal's replaces."""
+    pins_version: bool = False
+    """Whether all turns of an episode are sampled under one policy version."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments) -> "EpisodePlan":
@@ -149,6 +155,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             opponents=_opponents(options.get("seats") or {}),
             tools=_functions(tools),
             chat=chat,
+            pins_version=_pins_version(options, checked),
             lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
             journal=None if options.get("journal") is None else JournalOptions.of(options["journal"]),
             on_resume=on_resume,
@@ -194,6 +201,16 @@ def as_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise RequestError.for_field("episode_timeout", value, "a positive number of seconds")
     return float(value)
+
+
+def _pins_version(options: Mapping[str, Any], params: SamplingParams) -> bool:
+    pins = options.get("pin_version", False)
+    if not isinstance(pins, bool):
+        raise RequestError.for_field("pin_version", pins, "True or False")
+    if pins and params.policy_version is not None:
+        bound = "False with policy_version, which is the version of all episodes"
+        raise RequestError.for_field("pin_version", pins, bound)
+    return pins
 
 
 def _functions(tools: Sequence[Any]) -> dict[str, ToolFunction]:

@@ -38,6 +38,7 @@ class Player:
         self.reader = Reader(frontend)
         longest = frontend.client.info.max_model_len
         self.max_tokens = min(plan.max_episode_tokens or longest, longest)
+        self._frontend = frontend
         self._codec: TextCodec = frontend.inputs.codec
         self._pictures, self._tags = frontend.inputs.pictures, frontend.inputs.thinking_tags
         self.max_pictures = self._pictures.max_pictures
@@ -57,6 +58,10 @@ class Player:
         """Request id -> the episode that it is a turn of."""
         self._requests: dict[int, str] = {}
         """The inverse of `_open`: episode -> request id."""
+        self._versions: dict[int, int] = {}
+        """Episode -> the policy version of all its turns, if episodes keep one."""
+        self._played: set[int] = set()
+        """Episodes with an answer."""
         self._num_thought: Counter[tuple[int, int]] = Counter()
         """Episode and seat -> tokens sampled inside thinking so far, with a budget of the episode."""
         self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
@@ -115,15 +120,17 @@ class Player:
         """Take the answers that have arrived, by episode; computes a step or waits a moment if there are none.
 
         Turns that a pause, sleep or update with mode="abort" has cut short are asked for again, with the same seeds.
+        An answer with `finish_reason` "abort" means that an update has ended the version of an episode with turns.
         """
         answers = []
         for output in self.reader.read():
             key, ask = self._open.pop(output.request_id)
             del self._requests[key]
             [sample] = output.outputs
-            if sample.finish_reason == "abort":
+            if not self._keeps(key, sample):
                 self.ask(key, ask)
             else:
+                self._played.add(key)
                 self._count_thinking(key, ask, sample)
                 answers.append((key, sample))
         return answers
@@ -142,9 +149,34 @@ class Player:
         if unfinished:
             self.reader.abort(unfinished)
 
+    def _keeps(self, key: int, sample: CompletionOutput) -> bool:
+        """Whether a turn is complete, or ends its episode because the version of that is past; else it is repeated.
+
+        An episode without a turn begins again, under the version that is live then.
+        """
+        if sample.finish_reason == "abort":
+            if sample.error is not None and key not in self._played and self._plan.pins_version:
+                self._versions.pop(key, None)
+                return False
+            return sample.error is not None
+        if self._plan.pins_version and key not in self._versions:  # it had to wait for its first version
+            versions = {span.policy_version for span in sample.version_spans}
+            if len(versions) > 1:
+                return False
+            self._versions.update((key, version) for version in versions)
+        return True
+
+    def _version_of(self, key: int) -> dict[str, Any]:
+        """Parameters for the version of an episode: if it keeps one, the live one when its first turn is queued."""
+        params, live = self._plan.params, self._frontend.client.policy_version
+        if self._plan.pins_version and (key in self._versions or live >= (params.min_policy_version or 0)):
+            version = self._versions.setdefault(key, live)
+            return {"policy_version": version, "min_policy_version": None, "version_wait": "end"}
+        return {"version_wait": "end"} if params.policy_version is not None and key in self._played else {}
+
     def _params_of(self, key: int, ask: Ask) -> SamplingParams:
         """Parameters of an answer, within the room that is left for it and the rest of an episode's budget."""
-        params, changes = self._plan.params, dict[str, int]()
+        params, changes = self._plan.params, self._version_of(key)
         if params.max_tokens is None or params.max_tokens > ask.room:
             changes["max_tokens"] = ask.room
         if (budget := self._plan.episode_thinking_budget) is not None:

@@ -152,9 +152,13 @@ class EpisodeRun:
         asking = [player for player in self._players if len(player)]
         for player in asking:
             for key, sample in player.read():
+                episode = self._running[key]
+                if sample.finish_reason == "abort":  # its version is past; others are asked for again
+                    self._go_on(episode, episode.end("policy_version"))
+                    continue
                 if self.tape is not None:
                     self.tape.note(key, sample)
-                self._go_on(self._running[key], self._running[key].take_sample(sample))
+                self._go_on(episode, episode.take_sample(sample))
         if not asking and self._running:
             self._has_news.wait(_LOOK_SECONDS)
         complete, self._complete = self._complete, []

@@ -53,11 +53,13 @@ def of_versions(sample: CompletionOutput, live_version: int) -> dict[str, Any]:
     """Which weights made the tokens: `version_spans` [start, end, policy version, oldest version of the KV read].
 
     `weight_version` is that of the last token, or the live one if there is none yet. If spans differ, the
-    weights changed on the way. `quantization` is present if the engine has one; with a budget of thinking `forced`, one
-    bool for each token.
+    weights changed on the way. `error` is why an update has ended a sample. `quantization` is present if the engine has
+    one; with a budget of thinking `forced`, one bool for each token.
     """
     spans = sample.version_spans
     found = {"version_spans": spans, "weight_version": spans[-1].policy_version if spans else live_version}
+    if sample.error is not None:
+        found["error"] = sample.error
     if sample.quantization is not None:
         found["quantization"] = sample.quantization
     return found if sample.forced is None else found | {"forced": sample.forced.tolist()}
