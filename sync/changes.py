@@ -30,8 +30,7 @@ _LEVEL, _MEMORY = 6, 9
 class Encoded(NamedTuple):
     """Changes as they are stored."""
 
-    count: int
-    """Changed elements."""
+    num_changed: int
     streams: list[bytes]
 
 

@@ -14,6 +14,8 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
+import msgspec
+
 from sync.changes import Changes
 from sync.errors import StaleVersion, SyncError, TransferTimeout
 from sync.link import OpenLink
@@ -71,6 +73,14 @@ class Lease:
                 self._decoded.popitem(last=False)
         return found
 
+    def at(self, version: int) -> "Lease | None":
+        """The same lease on a step of the chain; None if it has none of that version."""
+        for i, step in enumerate(self.pointer.steps):
+            if step.version == version:
+                pointer = msgspec.structs.replace(step, before=self.pointer.steps[:i])
+                return Lease(pointer, self._held[: i + 1], self.links[:i])
+        return None
+
     def require_version(self, live_version: int) -> None:
         """Raise `StaleVersion` if an engine's version is newer than the anchor that is read for a damaged link."""
         if self.problem and self.pointer.version < live_version:
@@ -101,6 +111,15 @@ def lease_current(directory: Path, *, log: bool = True) -> Lease:
         time.sleep(0.001)
     what = f"{directory}: no lease within {_LEASE_SECONDS:g} s"
     raise TransferTimeout(f"{what}: versions are published faster than readers can lease them. Publish less often.")
+
+
+def lease_chain(directory: Path, pointer: Pointer) -> Lease:
+    """Lease steps that need not be those of CURRENT; for the store's publisher. Raises as `lease_current`."""
+    lease = _try_lease_chain(directory, pointer)
+    if lease is None:
+        what = f"{directory}: another publisher is at work on a step of version {pointer.version}"
+        raise SyncError(f"{what}: one directory has one publisher at a time.")
+    return lease
 
 
 def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:

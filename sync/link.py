@@ -67,7 +67,7 @@ class OpenLink:
 
     def __init__(self, directory: int, step: Pointer, base: Pointer) -> None:
         """`directory`: an open descriptor. Raises `ManifestMismatch` or `ChecksumMismatch`, naming the file."""
-        self.step = step
+        self.directory = directory
         self.where = f"versions/{step.directory}"
         self._file = -1
         self.manifest = _read_checked(directory, MANIFEST, self.where, step.manifest_digest)

@@ -94,7 +94,7 @@ class LinkWriter:
         lengths = tuple(map(len, encoded.streams))
         content = b"".join(encoded.streams)
         with self._lock:
-            self._tensors.append(TensorChanges(name, encoded.count, self._num_bytes, lengths))
+            self._tensors.append(TensorChanges(name, encoded.num_changed, self._num_bytes, lengths))
             write_at(self._file, content, self._num_bytes)
             self._checksum.update(content)
             self._num_bytes += len(content)

@@ -20,7 +20,7 @@ nothing is mapped: a file that is cut meanwhile causes an error, not the end of 
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -225,6 +225,12 @@ def _opened_file(lease: Lease, spec: TensorSpec) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
+
+
+def check_tensors(lease: Lease, specs: Sequence[TensorSpec], num_threads: int) -> None:
+    """Read tensors of a lease, and raise `ChecksumMismatch` unless they have their digests."""
+    files = [_published_tensor(lease, spec) for spec in specs]
+    in_threads(FileTensor.piece_digests, files, num_threads, [spec.num_bytes for spec in specs])
 
 
 def file_name(name: str) -> str:

@@ -78,6 +78,11 @@ def publish(
         return _publish(store, offer, version, reset_version, num_threads, every)
 
 
+def publish_whole(store: Path, source: WeightSource, version: int, num_threads: int) -> WeightManifest:
+    """Publish a whole version in place of any that is current; the caller is the `sole_publisher`."""
+    return _publish(store, Offer(source, {}), version, True, num_threads, 1)
+
+
 class StoreSender(WeightSender):
     """Publishes each offer to the store at `directory`; the options are those of `publish`.
 
@@ -115,7 +120,7 @@ class StoreSender(WeightSender):
     def take_back(self) -> None:
         """Make the version before the last offer current again; no-op if nothing was, or nothing was offered."""
         if self._before is not None:
-            _point_to(self._store, self._before)
+            point_to(self._store, self._before)
 
     def close(self) -> None:
         """Let other publishers in; the published versions stay."""
@@ -232,7 +237,7 @@ def _publish(
                 manifest, pointer = _write_link(staging, offer, version, num_threads, base, current)
             else:
                 manifest, pointer = _write_anchor(staging, offer, version, num_threads, base)
-            make_current(store, staging, pointer)
+            _make_current(store, staging, pointer)
             return manifest
     except (OSError, RecursionError) as problem:
         kept_version = f"version {current.version} is still current" if current else "nothing is published yet"
@@ -255,7 +260,7 @@ def _published_already(store: Path, lease: Lease, offer: Offer, version: int) ->
 def _write_anchor(
     staging: Path, offer: Offer, version: int, num_threads: int, base: DeltaBase | None
 ) -> tuple[WeightManifest, Pointer]:
-    """Write all tensors whole, and the changes against `base` for copies elsewhere that have it (`sync.http_store`)."""
+    """Write all tensors whole, and the changes against `base` for copies elsewhere that have it (`sync.store_pull`)."""
     wanted = {file_name(spec.name) for spec in offer.specs}
     for name in os.listdir(staging):
         if name != LEASE and not (name in wanted and is_own_file(staging / name)):
@@ -315,22 +320,32 @@ def _write_manifest(
             link.close()
 
 
-def make_current(store: Path, staging: Path, pointer: Pointer) -> None:
+def _make_current(store: Path, staging: Path, pointer: Pointer) -> None:
     """Make `staging` the version of `pointer`, and that the current one, by two renames.
 
     All that needs space on the disk is done before them.
     """
-    versions, plain = staging.parent, f"{pointer.version:06d}"
-    names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
-    name = next(name for name in names if not os.path.lexists(versions / name))
+    name = free_name(staging.parent, pointer.version)
     fresh = _write_pointer(store, msgspec.structs.replace(pointer, directory=name))
-    os.rename(staging, versions / name)
-    sync_directory(versions)
+    place_version(staging, name)
     os.replace(fresh, store / CURRENT)
     sync_directory(store)
 
 
-def _point_to(store: Path, pointer: Pointer) -> None:
+def place_version(staging: Path, name: str) -> None:
+    """Give a directory in which a version has been written its name."""
+    os.rename(staging, staging.parent / name)
+    sync_directory(staging.parent)
+
+
+def free_name(versions: Path, version: int) -> str:
+    """The name of the directory of a new version."""
+    plain = f"{version:06d}"
+    names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
+    return next(name for name in names if not os.path.lexists(versions / name))
+
+
+def point_to(store: Path, pointer: Pointer) -> None:
     """Make a version directory that is there the current one."""
     os.replace(_write_pointer(store, pointer), store / CURRENT)
     sync_directory(store)
