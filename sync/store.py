@@ -66,7 +66,7 @@ def publish(
         delta: write the elements that changed since the current version alone. The first version is whole, and so is
             one of other names, dtypes, shapes or ties, one that follows changes of half of all bytes, and one whose
             current version is damaged. Readers need no option.
-        anchor_every: with `delta`, one of so many versions is whole (an anchor), from 1 to 257.
+        anchor_every: with `delta`, one version in this number is whole (an anchor), from 1 to 257.
 
     Raises `StaleVersion`; `ManifestMismatch` for tensors or names that cannot be published; `SyncError` when another
     publisher is at work, or the disk is full or refuses.

@@ -1,6 +1,6 @@
 """Pulls versions of a store over HTTP from `sync.store_server` into a store of this machine.
 
-    describe what is current ──> links that the copy lacks, or the whole version
+    describe the current version ──> links that the copy lacks, or the whole version
     ──> checksums of links, digests of all changed tensors ──> CURRENT of the copy replaced
 
 If the copy has no version of the chain, or a link fails, the current version is fetched whole. An engine that reads the

@@ -4,8 +4,8 @@ python tests/benchmarks/store_delta.py [--shape M] [--steps 5] [--dtype bfloat16
 
 Every weight gets a gradient, drawn at random: real ones leave rows of the embeddings out, and change less. A share is
 bytes of a link, its manifest and JSON included, over those of the whole version. Seconds are of one thread: to publish
-whole and as changes, and to read the store with the anchor alone and with all links behind it. `--masters`: the optimizer
-steps weights in float32, which are cast; without, weights of the dtype itself, of which most steps are lost.
+whole and as changes, and to read the store with the anchor alone and with all links behind it. `--masters`: the
+optimizer steps weights in float32, which are cast; without, weights of the dtype itself, of which most steps are lost.
 """
 
 import argparse
@@ -44,13 +44,14 @@ def measure(folder: Path, shape: str, dtype: torch.dtype, steps: int, *, masters
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write_config(folder / "m", shape)), dtype=dtype)
     names = [name for name, _ in model.named_parameters()]
     work = [p.detach().to(torch.float32 if masters else dtype).requires_grad_() for p in model.parameters()]
+    chain = dict(delta=True, anchor_every=steps + 1)
     optimizer = torch.optim.AdamW(work, lr=LEARNING_RATE)
 
     def weights() -> dict[str, torch.Tensor]:
         return dict(zip(names, (p.detach().to(dtype) for p in work), strict=True))
 
     store, whole = folder / "store", folder / "whole"
-    total = sync.publish(store, weights(), 1, delta=True, anchor_every=steps + 1).num_bytes
+    total = sync.publish(store, weights(), 1, **chain).num_bytes
     figures: dict[str, list[float]] = {"share": [], "publish_s": [], "publish_whole_s": []}
     anchor_seconds = timed(lambda: sync.open_current(store).close())
     for version in range(2, steps + 2):
@@ -58,8 +59,7 @@ def measure(folder: Path, shape: str, dtype: torch.dtype, steps: int, *, masters
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         now = weights()
-        publish = dict(delta=True, anchor_every=steps + 1)
-        figures["publish_s"].append(timed(lambda now=now, v=version: sync.publish(store, now, v, **publish)))
+        figures["publish_s"].append(timed(lambda now=now, v=version: sync.publish(store, now, v, **chain)))
         figures["publish_whole_s"].append(timed(lambda now=now, v=version: sync.publish(whole, now, v)))
         figures["share"].append(link_bytes(store) / total)
     with sync.open_current(store) as published, sync.open_current(whole) as expected:
