@@ -1,57 +1,56 @@
 """A published version on disk, and how it is read: leased, checked, into this process's own memory.
 
     store/
-      CURRENT                     which version directory, and the digest of its manifest; replaced atomically
+      CURRENT                     which directories hold the current version, and the digests of their manifests and
+                                  links; replaced atomically (`sync.pointer`)
       LOCK                        held (flock) by the one publisher
       versions/000042/
         manifest.json             the authority: names, shapes, dtypes, digests, ties
         meta.json                 for `TensorDict.load_memmap`; only compared with what it must be, never trusted
         lease                     held (flock, shared) by readers; a version is recycled only when nobody holds it
         model.embed.weight.memmap one file for each tensor
+      versions/000043/            a link: changes against version 42 (`sync.link`), if published with `delta=True`
 
-A reader trusts CURRENT's digest for the manifest and the manifest for everything else: exactly the files it lists, of
-exactly their sizes, with their digests. Every file and directory has to be this user's own, and no link (see
-`sync.own_files`): opening one never waits. Nothing but JSON of a known form is decoded, and nothing is mapped: a file
-that is cut meanwhile causes an error, not the end of the process.
+A reader trusts CURRENT's digests for manifests and links, and the manifest for everything else: exactly the files it
+lists, of exactly their sizes, with their digests; a tensor of a link is the anchor's with all changes, and has the
+digest of the link's manifest. Every file and directory has to be this user's own, and no link of the file system (see
+`sync.own_files`): opening one never waits. Nothing but JSON of a known form and zlib of a known size is decoded, and
+nothing is mapped: a file that is cut meanwhile causes an error, not the end of the process.
 """
 
 import json
 import os
-import re
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import xxhash
 from torch import Tensor
 
-from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
+from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError
 from sync.lazy_tensor import Fetch, FileTensor
+from sync.lease import Lease, lease_current
+from sync.link import MAX_JSON_BYTES, same_forms
 from sync.manifest import TensorSpec, WeightManifest, decode_json, first_names, torch_dtype
-from sync.own_files import open_directory, open_file, opened_directory, read_small
-from sync.shared_files import read_at, try_lock
+from sync.own_files import open_file, read_small
+from sync.pointer import CHANGES, CURRENT, LEASE, LINK, MANIFEST, META, Pointer, is_store
+from sync.shared_files import read_at
 from sync.threads import in_threads
 
-CURRENT, LOCK, VERSIONS = "CURRENT", "LOCK", "versions"
-MANIFEST, META, LEASE = "manifest.json", "meta.json", "lease"
+__all__ = [
+    "Lease",
+    "Pointer",
+    "PublishedWeights",
+    "checked_manifest",
+    "is_store",
+    "lease_current",
+    "open_current",
+    "opened_tensor",
+    "read_current",
+]
 _SUFFIX = ".memmap"
-_MAX_POINTER_BYTES = 4096
-_MAX_JSON_BYTES = 2**28
-_LEASE_SECONDS = 10.0
 _Found = TypeVar("_Found")
-
-
-class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of CURRENT."""
-
-    version: int
-    directory: str
-    """Name in `versions/`: the version in at least six digits, then `-1`, `-2`, ... if that was taken."""
-    manifest_digest: str
-    """xxh3-128 of the bytes of its manifest.json."""
 
 
 class PublishedWeights(AbstractContextManager["PublishedWeights"]):
@@ -61,7 +60,7 @@ class PublishedWeights(AbstractContextManager["PublishedWeights"]):
     after `close` keeps its values. The version's files stay untouched as long as this is open.
     """
 
-    def __init__(self, lease: "Lease", manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, lease: Lease, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
         self._lease: Lease | None = lease
         self._tensors = tensors
         self.manifest = manifest
@@ -89,22 +88,6 @@ class PublishedWeights(AbstractContextManager["PublishedWeights"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class Lease:
-    """Open descriptors of one version directory; its shared lock ends when this object does."""
-
-    def __init__(self, directory: int, lock: int, pointer: Pointer) -> None:
-        self.directory, self.pointer, self._lock = directory, pointer, lock
-
-    def __del__(self) -> None:
-        os.close(self._lock)
-        os.close(self.directory)
-
-
-def is_store(directory: Path) -> bool:
-    """Whether something has been published in `directory`, be it damaged."""
-    return os.path.lexists(directory / CURRENT)
 
 
 def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> PublishedWeights:
@@ -135,100 +118,119 @@ def read_current(directory: Path) -> dict[str, FileTensor]:
     return _by_every_name(manifest, [_published_tensor(lease, spec) for spec in manifest.tensors])
 
 
-def lease_current(directory: Path) -> Lease:
-    """Lease the version that CURRENT names, whatever publishers do meanwhile. Raises as `open_current` does."""
-    deadline = time.monotonic() + _LEASE_SECONDS
-    while time.monotonic() < deadline:
-        pointer = read_pointer(directory)
-        lease = _try_lease(directory, pointer)
-        # Leased and still current: from here on no publisher recycles it.
-        if lease is not None and read_pointer(directory) == pointer:
-            return lease
-        time.sleep(0.001)
-    what = f"{directory}: no lease within {_LEASE_SECONDS:g} s"
-    raise TransferTimeout(f"{what}: versions are published faster than readers can lease them. Publish less often.")
-
-
-def read_pointer(directory: Path) -> Pointer:
-    """The content of CURRENT. `ManifestMismatch` when there is none, or it is damaged."""
-    try:
-        with opened_directory(directory) as store:
-            content = read_small(CURRENT, _MAX_POINTER_BYTES, dir_fd=store)
-    except FileNotFoundError:
-        if not directory.exists():
-            raise ManifestMismatch(f"{directory.absolute()} does not exist: give the path of a store.") from None
-        what = "holds a bare memory-mapped TensorDict" if (directory / META).exists() else "is not a published store"
-        advice = "sync.publish(directory, source, version) makes one."
-        raise ManifestMismatch(f"{directory} {what}: it has no {CURRENT} file. {advice}") from None
-    except OSError as problem:
-        raise _unusable(directory, problem) from None
-    pointer = decode_json(content, Pointer, f"{directory / CURRENT} is damaged", " Publish again.")
-    if not re.fullmatch(r"[0-9]{6,19}(-[0-9]{1,9})?", pointer.directory):
-        raise ManifestMismatch(f"{directory / CURRENT} is damaged: it names no version. Publish again.")
-    return pointer
-
-
 def checked_manifest(lease: Lease) -> WeightManifest:
     """The manifest of a leased version, after checks that it is the one published and that the files are exactly its.
 
     Raises `ManifestMismatch` or `ChecksumMismatch`.
     """
-    version = lease.pointer.version
     try:
-        content = read_small(MANIFEST, _MAX_JSON_BYTES, dir_fd=lease.directory)
-        meta = read_small(META, _MAX_JSON_BYTES, dir_fd=lease.directory)
+        whole = _check_anchor(lease)
+        if not lease.links:
+            return whole
+        top = lease.links[-1]
+        manifest = _decode_manifest(top.manifest, lease.pointer)
+        if not same_forms(manifest.tensors, {spec.name: spec for spec in whole.tensors}):
+            what = f"{top.where}/{MANIFEST} has other names, dtypes or shapes than its anchor"
+            raise ManifestMismatch(f"{what}: publish it again.")
+        return manifest
+    except SyncError as problem:
+        if not lease.problem:
+            raise
+        raise type(problem)(f"{lease.problem} Nor can its anchor be used: {problem}") from None
+
+
+def _check_anchor(lease: Lease) -> WeightManifest:
+    """The manifest of the directory that holds whole tensors, after checks of all its files."""
+    anchor = lease.pointer.anchor
+    try:
+        content = read_small(MANIFEST, MAX_JSON_BYTES, dir_fd=lease.directory)
+        meta = read_small(META, MAX_JSON_BYTES, dir_fd=lease.directory)
     except OSError as problem:
-        what = f"{problem.filename} of version {version} cannot be used: {problem.strerror}"
+        what = f"{problem.filename} of version {anchor.version} cannot be used: {problem.strerror}"
         raise ManifestMismatch(f"{what}. Publish again.") from None
-    if xxhash.xxh3_128_hexdigest(content) != lease.pointer.manifest_digest:
-        raise ChecksumMismatch(f"The manifest of version {version} is not the one published: publish it again.")
-    manifest = decode_json(content, WeightManifest, f"The manifest of version {version} is not valid")
-    manifest.check()
-    if manifest.version != version:
-        raise ChecksumMismatch(f"{CURRENT} says version {version}, its manifest {manifest.version}: publish it again.")
-    check_file_names(manifest.tensors)
+    if xxhash.xxh3_128_hexdigest(content) != anchor.manifest_digest:
+        raise ChecksumMismatch(f"The manifest of version {anchor.version} is not the one published: publish it again.")
+    manifest = _decode_manifest(content, anchor)
     if meta != meta_json(manifest):
-        raise ChecksumMismatch(f"{META} of version {version} contradicts its manifest: publish it again.")
+        raise ChecksumMismatch(f"{META} of version {anchor.version} contradicts its manifest: publish it again.")
     wanted = {MANIFEST, META, LEASE, *(file_name(spec.name) for spec in manifest.tensors)}
     found = set(os.listdir(lease.directory))
-    if found != wanted:
+    if not wanted <= found <= wanted | {LINK, CHANGES}:
         extra, missing = sorted(found - wanted), sorted(wanted - found)
         what = "; ".join(
             f"{len(names)} {kind}: {first_names(names)}"
             for kind, names in (("extra", extra), ("missing", missing))
             if names
         )
-        raise ManifestMismatch(f"Files of version {version} are not those of its manifest ({what}): publish it again.")
+        raise ManifestMismatch(
+            f"Files of version {anchor.version} are not those of its manifest ({what}): publish it again."
+        )
     for spec in manifest.tensors:
-        with opened_tensor(lease, spec):
+        with _opened_file(lease, spec):
             pass  # it can be opened, and has its size
+    return manifest
+
+
+def _decode_manifest(content: bytes, pointer: Pointer) -> WeightManifest:
+    version = pointer.version
+    manifest = decode_json(content, WeightManifest, f"The manifest of version {version} is not valid")
+    manifest.check()
+    if manifest.version != version:
+        raise ChecksumMismatch(f"{CURRENT} says version {version}, its manifest {manifest.version}: publish it again.")
+    check_file_names(manifest.tensors)
     return manifest
 
 
 @contextmanager
 def opened_tensor(lease: Lease, spec: TensorSpec) -> Iterator[Fetch]:
-    """Open a tensor's file; yields the function that fetches its bytes.
+    """Open a tensor; yields the function that fetches its bytes: those of the anchor's file, with the links' changes.
 
-    Raises `ManifestMismatch` unless it is this user's own (`sync.own_files.open_file`) and of the right size.
+    Raises `ManifestMismatch` unless the file is this user's own (`sync.own_files.open_file`) and of the right size;
+    `ChecksumMismatch` if changes cannot be decoded.
     """
+    width, changes = torch_dtype(spec.dtype).itemsize, lease.changes(spec)
+    with _opened_file(lease, spec) as file:
+
+        def fetch(out: memoryview, start: int) -> None:
+            if not read_at(file, out, start):
+                raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
+            for each in changes:
+                each.apply(out, start)
+
+        def fetch_any(out: memoryview, start: int) -> None:
+            before, after = start % width, -(start + len(out)) % width
+            if not changes or not before and not after:
+                return fetch(out, start)
+            elements = memoryview(bytearray(before + len(out) + after))
+            fetch(elements, start - before)
+            out[:] = elements[before : before + len(out)]
+
+        yield fetch_any
+
+
+@contextmanager
+def _opened_file(lease: Lease, spec: TensorSpec) -> Iterator[int]:
+    """Open the file of a tensor, which has the same name, dtype and shape in every step of a chain."""
     try:
         file = open_file(file_name(spec.name), dir_fd=lease.directory)
     except OSError as problem:
         raise ManifestMismatch(
             f"The file of '{spec.name}' cannot be used: {problem.strerror}. Publish again."
         ) from None
-
-    def fetch(out: memoryview, start: int) -> None:
-        if not read_at(file, out, start):
-            raise ChecksumMismatch(f"The file of '{spec.name}' was cut while it was read: publish it again.")
-
     try:
         if (size := os.fstat(file).st_size) != spec.num_bytes:
             what = f"has {size} bytes, the manifest says {spec.num_bytes}"
-            raise ManifestMismatch(f"The file of '{spec.name}' {what}: publish version {lease.pointer.version} again.")
-        yield fetch
+            version = lease.pointer.anchor.version
+            raise ManifestMismatch(f"The file of '{spec.name}' {what}: publish version {version} again.")
+        yield file
     finally:
         os.close(file)
+
+
+def check_tensors(lease: Lease, specs: Sequence[TensorSpec], num_threads: int) -> None:
+    """Read tensors of a lease, and raise `ChecksumMismatch` unless they have their digests."""
+    files = [_published_tensor(lease, spec) for spec in specs]
+    in_threads(FileTensor.piece_digests, files, num_threads, [spec.num_bytes for spec in specs])
 
 
 def file_name(name: str) -> str:
@@ -252,30 +254,6 @@ def meta_json(manifest: WeightManifest) -> bytes:
     }
     root = {"shape": [], "device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
     return json.dumps(leaves | root).encode()
-
-
-def _try_lease(directory: Path, pointer: Pointer) -> Lease | None:
-    """Lease that version; None while a publisher is at work on its directory, or has replaced it."""
-    try:
-        with opened_directory(directory) as store, opened_directory(VERSIONS, dir_fd=store) as versions:
-            version = open_directory(pointer.directory, dir_fd=versions)
-        try:
-            lock = open_file(LEASE, dir_fd=version)
-        except OSError:
-            os.close(version)
-            raise
-    except OSError as problem:
-        if read_pointer(directory) != pointer:
-            return None
-        raise _unusable(directory, problem) from None
-    lease = Lease(version, lock, pointer)
-    return lease if try_lock(lock, shared=True) else None
-
-
-def _unusable(directory: Path, problem: OSError) -> ManifestMismatch:
-    """The error if a part of the store at `directory` cannot be opened."""
-    part = "" if problem.filename == os.fspath(directory) else f": {problem.filename}"
-    return ManifestMismatch(f"{directory}{part} cannot be used: {problem.strerror}. Mend that, or publish again.")
 
 
 def _published_tensor(lease: Lease, spec: TensorSpec) -> FileTensor:

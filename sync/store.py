@@ -2,6 +2,8 @@
 
     publish:  versions/.staging (an old version without readers, or new) ── write, digest, fsync
               ── manifest.json ── rename to versions/000042 ── CURRENT replaced ── done
+    delta:    the same, with the changes against the current version in place of whole tensors, if they have its form;
+              every `anchor_every` versions a whole one, the anchor of the next
 
 Killed anywhere before the last step, the old version is still current and whole. The layout on disk and the rules of
 reading are in `sync.published`.
@@ -9,11 +11,10 @@ reading are in `sync.published`.
 
 import itertools
 import os
-import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,37 +26,21 @@ from sync.base import Metadata, WeightReceiver, WeightSender, WeightSource
 from sync.buckets import Slot, view_of
 from sync.digests import piece_digests, tensor_bytes
 from sync.errors import StaleVersion, SyncError
+from sync.lease import Lease, lease_current
+from sync.link_writer import DeltaBase, LinkWriter
 from sync.manifest import TensorSpec, WeightManifest
 from sync.offer import Offer
-from sync.own_files import make_directories, open_directory, open_file, opened_directory, opened_file
+from sync.own_files import make_directories
 from sync.owner_process import OwnerProcess
 from sync.pieces import Lacking
-from sync.published import (
-    CURRENT,
-    LEASE,
-    LOCK,
-    MANIFEST,
-    META,
-    VERSIONS,
-    Lease,
-    Pointer,
-    check_file_names,
-    checked_manifest,
-    file_name,
-    is_store,
-    lease_current,
-    meta_json,
-    opened_tensor,
-    read_pointer,
-)
-from sync.shared_files import open_sole, reserve, try_lock, write_at
+from sync.pointer import CURRENT, LEASE, LOCK, MANIFEST, MAX_LINKS, META, VERSIONS, Pointer, is_store, read_pointer
+from sync.published import check_file_names, checked_manifest, file_name, meta_json, opened_tensor
+from sync.shared_files import open_sole
 from sync.source import NamedTensor, gathers_finished
+from sync.staging import allocate, is_own_file, remove, staging_directory, sync_directory, write_file
 from sync.tensor_check import CheckResult
 from sync.tensor_writer import HOST_WRITER, TensorWriter
 from sync.threads import in_threads, thread_count
-
-_STAGING = ".staging"
-_READ_WRITE = os.O_RDWR | os.O_CREAT
 
 
 def publish(
@@ -66,6 +51,8 @@ def publish(
     metadata: Metadata | None = None,
     reset_version: bool = False,
     num_threads: int = 1,
+    delta: bool = False,
+    anchor_every: int = 16,
 ) -> WeightManifest:
     """Make `source` the current version of the store at `directory`, which is created if absent (mode 0700).
 
@@ -76,14 +63,24 @@ def publish(
         metadata: name -> (dtype, shape); floating tensors are cast to these dtypes. Default: as they are.
         reset_version: allow a version that is not higher (a trainer that restarted).
         num_threads: how many threads cast, digest and write.
+        delta: write the elements that changed since the current version alone. The first version is whole, and so is
+            one of other names, dtypes, shapes or ties, one that follows changes of half of all bytes, and one whose
+            current version is damaged. Readers need no option.
+        anchor_every: with `delta`, one version in this number is whole (an anchor), from 1 to 257.
 
     Raises `StaleVersion`; `ManifestMismatch` for tensors or names that cannot be published; `SyncError` when another
     publisher is at work, or the disk is full or refuses.
     """
     store = Path(directory)
+    every = _check_anchors(delta, anchor_every)
     offer = Offer(source, metadata or {})
-    with gathers_finished(offer.tensors), _sole_publisher(store):
-        return _publish(store, offer, version, reset_version, num_threads)
+    with gathers_finished(offer.tensors), sole_publisher(store):
+        return _publish(store, offer, version, reset_version, num_threads, every)
+
+
+def publish_whole(store: Path, source: WeightSource, version: int, num_threads: int) -> WeightManifest:
+    """Publish a whole version in place of any that is current; the caller is the `sole_publisher`."""
+    return _publish(store, Offer(source, {}), version, True, num_threads, 1)
 
 
 class StoreSender(WeightSender):
@@ -92,20 +89,30 @@ class StoreSender(WeightSender):
     It is the only publisher until closed: a second trainer on the same store is refused with `SyncError`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, reset_version: bool = False, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        reset_version: bool = False,
+        num_threads: int = 1,
+        delta: bool = False,
+        anchor_every: int = 16,
+    ) -> None:
         self._store, self._reset_version, self._num_threads = Path(directory), reset_version, num_threads
+        self._anchor_every = _check_anchors(delta, anchor_every)
         self._owner = OwnerProcess()
         self._before: Pointer | None = None
         """The version that was current before the last offer."""
         self._lock = ExitStack()
-        self._lock.enter_context(_sole_publisher(self._store))
+        self._lock.enter_context(sole_publisher(self._store))
 
     def offer(self, source: WeightSource, version: int, metadata: Metadata) -> WeightManifest:
         """Publish `source`; raises as `publish` does. `SyncError` in a forked child, which shares the parent's lock."""
         if not self._owner.is_current:
             raise SyncError(self._owner.error_message(f"The sender to {self._store}"))
         self._before = read_pointer(self._store) if is_store(self._store) else None
-        return _publish(self._store, Offer(source, metadata), version, self._reset_version, self._num_threads)
+        offer = Offer(source, metadata)
+        return _publish(self._store, offer, version, self._reset_version, self._num_threads, self._anchor_every)
 
     def send(self) -> None:
         """Do nothing: receivers read the published files."""
@@ -113,7 +120,7 @@ class StoreSender(WeightSender):
     def take_back(self) -> None:
         """Make the version before the last offer current again; no-op if nothing was, or nothing was offered."""
         if self._before is not None:
-            _point_to(self._store, self._before)
+            point_to(self._store, self._before)
 
     def close(self) -> None:
         """Let other publishers in; the published versions stay."""
@@ -173,11 +180,12 @@ class StoreReceiver(WeightReceiver):
         return {spec.name: result for spec, result in zip(wanted, results, strict=True)}
 
     def _lease_version(self, manifest: WeightManifest) -> Lease:
-        lease = lease_current(self._directory)
+        lease = lease_current(self._directory, log=False)
         current = checked_manifest(lease)
         if current != manifest:
             what = f"version {current.version} is current, not version {manifest.version} of that digest"
-            raise SyncError(f"{self._directory}: {what}. Receive each version before the next is published.")
+            what = lease.problem or f"{self._directory}: {what}."
+            raise SyncError(f"{what} Receive each version before the next is published.")
         return lease
 
 
@@ -187,7 +195,8 @@ def _read(lease: Lease, spec: TensorSpec, buffer: Tensor) -> None:
 
 
 @contextmanager
-def _sole_publisher(store: Path) -> Iterator[None]:
+def sole_publisher(store: Path) -> Iterator[None]:
+    """Hold the lock of a store's one publisher. `SyncError` if another holds it, or nothing can be written there."""
     try:
         make_directories(store)
         lock = open_sole(store / LOCK)
@@ -200,30 +209,47 @@ def _sole_publisher(store: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _publish(store: Path, offer: Offer, version: int, reset_version: bool, num_threads: int) -> WeightManifest:
+def _check_anchors(delta: bool, anchor_every: int) -> int:
+    """How many versions there are for each whole one. `SyncError` for a number that is not allowed."""
+    if type(anchor_every) is not int or not 1 <= anchor_every <= MAX_LINKS + 1:
+        raise SyncError(f"anchor_every={anchor_every!r} is not allowed: must be an int in [1, {MAX_LINKS + 1}].")
+    return anchor_every if delta else 1
+
+
+def _publish(
+    store: Path, offer: Offer, version: int, reset_version: bool, num_threads: int, anchor_every: int
+) -> WeightManifest:
     """Publish `offer`; the caller is the sole publisher."""
     WeightManifest.of(version, offer.specs, offer.aliases).check()
     check_file_names(offer.specs)
     current = read_pointer(store) if is_store(store) else None
     if current is not None and not reset_version and version <= current.version:
-        return _published_already(store, offer, version)
+        lease = lease_current(store)
+        if not lease.problem or version < current.version:
+            return _published_already(store, lease, offer, version)
+    base = DeltaBase.find(store, offer) if current is not None and anchor_every > 1 else None
+    is_link = base is not None and base.takes_link(anchor_every)
+    kept = {step.directory for step in current.steps} if current else ()
     try:
         make_directories(store / VERSIONS)
-        with _staging(store / VERSIONS, keep=current.directory if current else None) as staging:
-            manifest = _write_version(staging, offer, version, num_threads)
-            _make_current(store, staging, manifest)
+        with staging_directory(store / VERSIONS, kept, recycle=not is_link) as staging:
+            if base is not None and current is not None and is_link:
+                manifest, pointer = _write_link(staging, offer, version, num_threads, base, current)
+            else:
+                manifest, pointer = _write_anchor(staging, offer, version, num_threads, base)
+            _make_current(store, staging, pointer)
             return manifest
     except (OSError, RecursionError) as problem:
-        kept = f"version {current.version} is still current" if current else "nothing is published yet"
+        kept_version = f"version {current.version} is still current" if current else "nothing is published yet"
         why = (
             f"{problem.strerror}" if isinstance(problem, OSError) else "directories are nested too deep to remove them"
         )
-        raise SyncError(f"Publishing version {version} to {store} failed: {why}; {kept}.") from problem
+        raise SyncError(f"Publishing version {version} to {store} failed: {why}; {kept_version}.") from problem
 
 
-def _published_already(store: Path, offer: Offer, version: int) -> WeightManifest:
+def _published_already(store: Path, lease: Lease, offer: Offer, version: int) -> WeightManifest:
     """The manifest on disk when it is this version of these weights; otherwise `StaleVersion`."""
-    published = checked_manifest(lease_current(store))
+    published = checked_manifest(lease)
     if published.version == version and published.is_same(offer.manifest_in_place(version)):
         return published
     same = version == published.version
@@ -231,139 +257,103 @@ def _published_already(store: Path, offer: Offer, version: int) -> WeightManifes
     raise StaleVersion(f"Version {version} {what} in {store}. Send a higher one, or reset_version=True.")
 
 
-@contextmanager
-def _staging(versions: Path, keep: str | None) -> Iterator[Path]:
-    """Yield a directory to write the next version in, under an exclusive lease; it is removed on error.
-
-    Rewriting the files of an old version is several times faster than making new ones, so one without readers is
-    reused, and further ones are removed.
-    """
-    staging = versions / _STAGING
-    lock = None
-    try:
-        for name in sorted(os.listdir(versions)):  # .staging, left by a publisher that died, sorts first
-            if name == keep:
-                continue
-            if not _is_own_directory(versions / name):
-                _remove(versions / name)
-                continue
-            free = _lock_unleased(versions / name)
-            if free is None:
-                continue
-            if lock is None:
-                lock = free
-                os.rename(versions / name, staging)
-            else:
-                _remove(versions / name)
-                os.close(free)
-        if lock is None:
-            staging.mkdir(mode=0o700)
-            lock = _lock_unleased(staging)
-        yield staging
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock_unleased(version: Path) -> int | None:
-    """An exclusive lock on the version's lease, or None while a reader holds it."""
-    if not _is_own_file(version / LEASE):
-        _remove(version / LEASE)
-    lock = open_file(version / LEASE, _READ_WRITE)
-    if try_lock(lock):
-        return lock
-    os.close(lock)
-    return None
-
-
-def _is_own_directory(path: Path) -> bool:
-    try:
-        os.close(open_directory(path))
-    except OSError:
-        return False
-    return True
-
-
-def _is_own_file(path: Path) -> bool:
-    try:
-        os.close(open_file(path))
-    except OSError:
-        return False
-    return True
-
-
-def _remove(path: Path) -> None:
-    """Remove the file, link or tree at a path; the target of a link stays."""
-    with suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
-
-
-def _write_version(staging: Path, offer: Offer, version: int, num_threads: int) -> WeightManifest:
+def _write_anchor(
+    staging: Path, offer: Offer, version: int, num_threads: int, base: DeltaBase | None
+) -> tuple[WeightManifest, Pointer]:
+    """Write all tensors whole, and the changes against `base` for copies elsewhere that have it (`sync.store_pull`)."""
     wanted = {file_name(spec.name) for spec in offer.specs}
     for name in os.listdir(staging):
-        if name != LEASE and not (name in wanted and _is_own_file(staging / name)):
-            _remove(staging / name)
+        if name != LEASE and not (name in wanted and is_own_file(staging / name)):
+            remove(staging / name)
     for spec in offer.specs:  # reserves all space before the first byte is written
-        _allocate(staging / file_name(spec.name), spec.num_bytes)
+        allocate(staging / file_name(spec.name), spec.num_bytes)
+    link = LinkWriter(staging, base) if base is not None and base.is_sparse else None
 
     def write(i: int) -> list[bytes]:
         tensor = offer.cast(i).cpu().contiguous()
-        _write_file(staging / file_name(offer.specs[i].name), tensor_bytes(tensor))
-        return piece_digests(tensor)
+        write_file(staging / file_name(offer.specs[i].name), tensor_bytes(tensor))
+        pieces = piece_digests(tensor)
+        if link is not None:
+            link.add(offer.specs[i].name, tensor, pieces)
+        return pieces
 
-    manifest = offer.manifest(version, write, num_threads)
-    _write_file(staging / META, meta_json(manifest))
-    _write_file(staging / MANIFEST, msgspec.json.encode(manifest))
-    _sync_directory(staging)
-    return manifest
+    manifest, digest, _ = _write_manifest(staging, offer, version, num_threads, write, link)
+    write_file(staging / META, meta_json(manifest))
+    sync_directory(staging)
+    return manifest, Pointer(version, staging.name, digest)
 
 
-def _make_current(store: Path, staging: Path, manifest: WeightManifest) -> None:
-    """Make `staging` the current version, by two renames. All that needs space on the disk is done before them."""
-    versions, plain = staging.parent, f"{manifest.version:06d}"
-    names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
-    name = next(name for name in names if not os.path.lexists(versions / name))
-    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest))
-    fresh = _write_pointer(store, Pointer(manifest.version, name, digest))
-    os.rename(staging, versions / name)
-    _sync_directory(versions)
+def _write_link(
+    staging: Path, offer: Offer, version: int, num_threads: int, base: DeltaBase, current: Pointer
+) -> tuple[WeightManifest, Pointer]:
+    """Write the changes against `base`, the version of `current`."""
+    link = LinkWriter(staging, base)
+
+    def write(i: int) -> list[bytes]:
+        tensor = offer.cast(i).cpu().contiguous()
+        pieces = piece_digests(tensor)
+        link.add(offer.specs[i].name, tensor, pieces)
+        return pieces
+
+    manifest, digest, content = _write_manifest(staging, offer, version, num_threads, write, link)
+    sync_directory(staging)
+    return manifest, current.link_to(version, staging.name, digest, xxhash.xxh3_128_hexdigest(content))
+
+
+def _write_manifest(
+    staging: Path,
+    offer: Offer,
+    version: int,
+    num_threads: int,
+    write: Callable[[int], list[bytes]],
+    link: LinkWriter | None,
+) -> tuple[WeightManifest, str, bytes]:
+    """Write all tensors, then the manifest and the link; returns it, the digest of its bytes, and those of the link."""
+    try:
+        manifest = offer.manifest(version, write, num_threads)
+        content = msgspec.json.encode(manifest)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        write_file(staging / MANIFEST, content)
+        return manifest, digest, b"" if link is None else link.finish(version, digest)
+    finally:
+        if link is not None:
+            link.close()
+
+
+def _make_current(store: Path, staging: Path, pointer: Pointer) -> None:
+    """Make `staging` the version of `pointer`, and that the current one, by two renames.
+
+    All that needs space on the disk is done before them.
+    """
+    name = free_name(staging.parent, pointer.version)
+    fresh = _write_pointer(store, msgspec.structs.replace(pointer, directory=name))
+    place_version(staging, name)
     os.replace(fresh, store / CURRENT)
-    _sync_directory(store)
+    sync_directory(store)
 
 
-def _point_to(store: Path, pointer: Pointer) -> None:
+def place_version(staging: Path, name: str) -> None:
+    """Give a directory in which a version has been written its name."""
+    os.rename(staging, staging.parent / name)
+    sync_directory(staging.parent)
+
+
+def free_name(versions: Path, version: int) -> str:
+    """The name of the directory of a new version."""
+    plain = f"{version:06d}"
+    names = itertools.chain([plain], (f"{plain}-{i}" for i in itertools.count(1)))
+    return next(name for name in names if not os.path.lexists(versions / name))
+
+
+def point_to(store: Path, pointer: Pointer) -> None:
     """Make a version directory that is there the current one."""
     os.replace(_write_pointer(store, pointer), store / CURRENT)
-    _sync_directory(store)
+    sync_directory(store)
 
 
 def _write_pointer(store: Path, pointer: Pointer) -> Path:
     """Write the file that will replace CURRENT."""
     fresh = store / f"{CURRENT}.new"
-    _remove(fresh)
-    _write_file(fresh, msgspec.json.encode(pointer))
+    remove(fresh)
+    write_file(fresh, msgspec.json.encode(pointer))
     return fresh
-
-
-def _allocate(path: Path, num_bytes: int) -> None:
-    with opened_file(path, _READ_WRITE) as file:
-        if os.fstat(file).st_size > num_bytes:
-            os.ftruncate(file, num_bytes)
-        reserve(file, num_bytes)
-
-
-def _write_file(path: Path, content: memoryview | bytes) -> None:
-    with opened_file(path, _READ_WRITE) as file:
-        write_at(file, content, 0)
-        os.fsync(file)
-
-
-def _sync_directory(path: Path) -> None:
-    with opened_directory(path) as directory:
-        os.fsync(directory)

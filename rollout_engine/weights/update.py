@@ -71,7 +71,10 @@ def update_from_source(
         source = Path(os.path.expanduser(source))
     if isinstance(source, Path) and is_store(source):
         with as_weight_errors():
-            published = checked_manifest(lease_current(source))
+            lease = lease_current(source)
+            if not options.reset_version:
+                lease.require_version(updater.version)
+            published = checked_manifest(lease)
         version = published.version if version is None else version
         is_as_held = all(metadata.get(spec.name, ("",))[0] == spec.dtype for spec in published.tensors)
         if version == published.version and is_as_held:

@@ -1,0 +1,21 @@
+"""Chains whose publisher is killed anywhere have the bits of a whole push."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("num_chains", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_kill_leaves_wrong_bits_or_nothing_to_read(tmp_path, num_chains):
+    command = [sys.executable, str(HERE / "chain_kills.py"), str(tmp_path), str(num_chains), "11"]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2])}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    assert (found["chains"], found["wrong"], found["refused"], found["warnings"]) == (num_chains, 0, 0, 0)
+    assert found["kills"] == 3 * num_chains and found["links"] > num_chains

@@ -1,0 +1,210 @@
+"""A store that is pulled over HTTP has the versions of the one that is served, by links if it can."""
+
+import http.client
+import logging
+import urllib.parse
+
+import numpy as np
+import pytest
+import torch
+
+import sync
+from sync.errors import SyncError, TransferTimeout
+from sync.pointer import read_pointer
+from tests.unit.sync.chains import bytes_of, change_some, make_weights
+
+KEY = "a key of 16 characters or more"
+
+
+class Served:
+    """A store, its server and its versions."""
+
+    def __init__(self, directory):
+        self.directory, self._random = directory, np.random.default_rng(3)
+        self._weights = make_weights(self._random)
+        self.versions = {}
+        self.publish()
+        self.server = sync.serve_store(directory, key=KEY)
+
+    def publish(self, count=1, **options):
+        for _ in range(count):
+            version = len(self.versions) + 1
+            self._weights = change_some(self._random, self._weights, 0.01)
+            sync.publish(self.directory, self._weights, version, **{"delta": True, "anchor_every": 4} | options)
+            self.versions[version] = bytes_of(self._weights)
+
+    def send(self, path, key=KEY, **headers):
+        """Status and body."""
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(self.server.url).netloc, timeout=30)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} | headers)
+        answer = connection.getresponse()
+        content = answer.status, answer.read()
+        connection.close()
+        return content
+
+
+@pytest.fixture
+def served(tmp_path):
+    served = Served(tmp_path / "store")
+    yield served
+    served.server.close()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return tmp_path / "copy"
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """The parts that were asked for."""
+    parts = []
+    send_part = sync.store_server._Handler._send_part
+
+    def note(handler, lease, part):
+        parts.append((lease.pointer.version, part))
+        send_part(handler, lease, part)
+
+    monkeypatch.setattr(sync.store_server._Handler, "_send_part", note)
+    return parts
+
+
+def read(store):
+    with sync.open_current(store) as published:
+        return published.version, bytes_of(published.tensors)
+
+
+def test_a_copy_follows_by_links_alone_also_past_anchors(served, copy, fetched):
+    sync.pull(served.server.url, copy, key=KEY)
+    assert {part for _, part in fetched} == {"tensors"}
+    fetched.clear()
+    for version in range(2, 12):
+        served.publish()
+        manifest = sync.pull(served.server.url, copy, key=KEY, num_threads=2)
+        assert manifest.version == version and read(copy) == (version, served.versions[version])
+        assert len(read_pointer(copy).before) < 4
+    assert fetched == [(version, "changes") for version in range(2, 12)]
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3, 5, 9])
+def test_a_copy_catches_up_from_any_version(served, copy, fetched, behind):
+    served.publish(2)
+    sync.pull(served.server.url, copy, key=KEY)
+    fetched.clear()
+    served.publish(behind)
+    sync.pull(served.server.url, copy, key=KEY)
+    assert read(copy) == (3 + behind, served.versions[3 + behind])
+    is_whole = {part for _, part in fetched} == {"tensors"}
+    assert is_whole == (behind == 9)  # version 12, and the chain begins at 9: nothing leads there from 3
+
+
+def test_a_copy_that_is_current_fetches_nothing(served, copy, fetched):
+    first = sync.pull(served.server.url, copy, key=KEY)
+    fetched.clear()
+    assert sync.pull(served.server.url, copy, key=KEY) == first and not fetched
+
+
+def test_a_link_that_arrives_damaged_is_replaced_by_the_whole_version(served, copy, monkeypatch, caplog):
+    sync.pull(served.server.url, copy, key=KEY)
+    served.publish(2)
+    read_changes = sync.store_server._read_changes
+
+    def damage(*arguments):
+        for piece in read_changes(*arguments):
+            piece[0] ^= 1
+            yield piece
+
+    monkeypatch.setattr(sync.store_server, "_read_changes", damage)
+    with caplog.at_level(logging.WARNING):
+        sync.pull(served.server.url, copy, key=KEY)
+    assert read(copy) == (3, served.versions[3])
+    [line] = caplog.messages
+    assert "changes has checksum" in line and line.endswith("Version 3 is fetched whole.")
+
+
+def test_a_damaged_copy_is_fetched_anew(served, copy):
+    served.publish()
+    sync.pull(served.server.url, copy, key=KEY)
+    next(copy.glob("versions/*/layer.1.memmap")).unlink()
+    sync.pull(served.server.url, copy, key=KEY)
+    assert read(copy) == (2, served.versions[2])
+
+
+def test_a_connection_that_breaks_is_made_again_for_the_rest(served, copy, monkeypatch):
+    read_tensors = sync.store_server._read_tensors
+    broken = []
+
+    def break_once(lease, specs, start, end):
+        for piece in read_tensors(lease, specs, start, end):
+            if len(piece) > 100 and len(broken) < 3:
+                broken.append(start)
+                yield piece[:50]
+                raise SyncError("broken for a test")
+            yield piece
+
+    monkeypatch.setattr(sync.store_server, "_read_tensors", break_once)
+    sync.pull(served.server.url, copy, key=KEY)
+    assert len(broken) == 3 and read(copy) == (1, served.versions[1])
+
+
+def test_an_anchor_alone_is_served_and_read_by_ranges(served):
+    served.publish(1)
+    status, content = served.send("/weights/1?part=tensors")
+    assert status == 200
+    assert served.send("/weights/1?part=tensors", Range="bytes=3-9") == (206, content[3:10])
+    assert served.send("/weights/1?part=tensors", Range=f"bytes={len(content) - 4}-") == (206, content[-4:])
+    assert served.send("/weights/1?part=tensors", Range=f"bytes={len(content)}-")[0] == 416
+    status, later = served.send("/weights/2?part=tensors")
+    assert status == 200 and len(later) == len(content) and later != content
+    assert served.send("/weights/current?part=changes")[0] == 200
+    assert served.send("/weights/1?part=changes")[0] == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/weights/7", "/weights/../CURRENT", "/weights/current?part=lease", "/", "/weights/-1"]
+)
+def test_other_paths_are_not_found(served, path):
+    assert served.send(path)[0] == 404
+
+
+@pytest.mark.parametrize("key", ["", "another key of 16 characters", KEY + "x"])
+def test_requests_without_the_key_are_refused(served, copy, key):
+    assert served.send("/weights/current", key=key)[0] == 401
+    with pytest.raises(SyncError, match="refused with 401: .*key"):
+        sync.pull(served.server.url, copy, key=key)
+    with pytest.raises(sync.ManifestMismatch):
+        sync.open_current(copy)
+
+
+@pytest.mark.parametrize("key", ["", "short", None, "ü" * 20])
+def test_a_server_without_a_key_is_refused(tmp_path, key):
+    with pytest.raises(SyncError, match="key is not allowed: must be 16 printable"):
+        sync.serve_store(tmp_path, key=key)
+
+
+def test_a_server_that_is_gone_or_no_url_is_an_error(served, copy):
+    url = served.server.url
+    served.server.close()
+    with pytest.raises(TransferTimeout, match="cannot be reached"):
+        sync.pull(url, copy, key=KEY)
+    with pytest.raises(SyncError, match="must be http://HOST:PORT"):
+        sync.pull("file:///etc", copy, key=KEY)
+
+
+def test_the_server_holds_no_steps_that_are_not_current_any_more(served, copy):
+    served.publish(2)
+    sync.pull(served.server.url, copy, key=KEY)
+    served.publish(2)
+    sync.pull(served.server.url, copy, key=KEY)
+    served.publish()
+    assert sorted(path.name for path in (served.directory / "versions").iterdir()) == ["000005", "000006"]
+
+
+def test_tied_and_empty_tensors_are_kept(tmp_path, copy):
+    weight = torch.ones(3)
+    sync.publish(tmp_path / "store", {"embed": weight, "head": weight, "empty": torch.empty(0, 2)}, 1)
+    with sync.serve_store(tmp_path / "store", key=KEY) as server:
+        manifest = sync.pull(server.url, copy, key=KEY)
+    assert manifest.aliases == [["embed", "head"]]
+    with sync.open_current(copy) as published:
+        assert published.tensors["head"] is published.tensors["embed"]
