@@ -219,8 +219,8 @@ class EpisodeRun:
                 self._after(episode, event.value if isinstance(event, Returned) else result_of(event))
         if episode.first_prompt is not None:
             self._first_prompts.setdefault(episode.group, episode.first_prompt)
-        if episode.ended_by is None and event.is_late:
-            episode.end("episode_timeout")
+        if episode.ended_by is None and event.ended_by not in (None, "error"):
+            episode.end(event.ended_by)
         elif episode.ended_by is None:
             episode.fail(event.error or "It ended in an earlier process.")
         self._end(episode, is_new=False)
@@ -307,7 +307,7 @@ class EpisodeRun:
         del self._running[episode.key]
         self._scripts.pop(episode.key, None)
         if is_new and self.tape is not None:
-            self.tape.note_end(episode.key, is_late=episode.ended_by == "episode_timeout", error=episode.error)
+            self.tape.note_end(episode.key, episode.ended_by, episode.error)
         self._calls.close(episode.key)
         if episode.error is not None:
             self._failures.append((episode.error, self._causes.pop(episode.key, None)))

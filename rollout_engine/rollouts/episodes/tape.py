@@ -22,6 +22,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.env_host import Began, EnvFailure, name_of_env
 from rollout_engine.rollouts.episodes.env_processes import digest_of_reply
 from rollout_engine.rollouts.episodes.env_wire import Reply
+from rollout_engine.rollouts.episodes.episode import EndedBy
 from rollout_engine.rollouts.episodes.observations import plain_data
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.journal.identity import FrontendWeights, as_plain, changed_fields, describe_model
@@ -56,10 +57,10 @@ class Returned(msgspec.Struct, tag="returned", frozen=True):
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
-    """An episode has ended; `is_late`: because its time was up. `error`: why it failed, if it has."""
+    """An episode has ended. `ended_by`: the cause if no event before it was. `error`: why it failed, if it has."""
 
     key: int
-    is_late: bool = False
+    ended_by: EndedBy | None = None
     error: str | None = None
 
 
@@ -191,9 +192,9 @@ class EpisodeTape:
         if self._journal.is_full:
             self._journal.begin(self._identity, {})
 
-    def note_end(self, key: int, *, is_late: bool, error: str | None) -> None:
+    def note_end(self, key: int, ended_by: EndedBy | None, error: str | None) -> None:
         """Append the end of an episode."""
-        self._write(Ended(key, is_late, error))
+        self._write(Ended(key, ended_by, error))
 
     def note_restart(self, key: int) -> None:
         """Append that an episode begins anew, because its environment did not reply as before."""
@@ -306,7 +307,7 @@ def plan_identity(frontend: Frontend, plan: EpisodePlan) -> dict[str, Any]:
 
 _NUMBERS = (
     *("seed", "num_episodes", "num_samples", "max_turns", "max_episode_tokens", "episode_thinking_budget"),
-    *("on_rewrite", "tool_format", "first_env_seed"),
+    *("on_rewrite", "tool_format", "first_env_seed", "pins_version"),
 )
 
 
