@@ -47,7 +47,7 @@ class CallReader(Protocol):
 
 
 def first_of(full: str, at: int, wanted: tuple[str, ...]) -> tuple[int, bool]:
-    """The first of some texts from `at` on: (its start, True), or (start of what may begin one, False)."""
+    """The first of some texts from `at` on: (its start, True), or (start of a possible beginning, False)."""
     found = _pattern(wanted).search(full, at)
     if found is not None:
         return found.start(), True
