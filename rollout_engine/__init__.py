@@ -83,6 +83,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; a test compares them 
     from rollout_engine.looking.step_log import StepLog as StepLog
     from rollout_engine.model.sampling.logits_processors import LogitsProcessor as LogitsProcessor
     from rollout_engine.model.sampling.logits_processors import SequenceView as SequenceView
+    from rollout_engine.rollouts.agents.agent import Agent as Agent
     from rollout_engine.rollouts.collector import CollectorStats as CollectorStats
     from rollout_engine.rollouts.collector import RolloutCollector as RolloutCollector
     from rollout_engine.rollouts.evaluation.report import EvalReport as EvalReport
@@ -156,6 +157,7 @@ _NAMES = {
         "UpdateReport",
         "VersionSpan",
     ),
+    "rollout_engine.rollouts.agents.agent": ("Agent",),
     "rollout_engine.rollouts.policy": ("RolloutPolicy",),
     "rollout_engine.base.pooling_params": ("PoolingParams",),
     "rollout_engine.rollouts.reward_model": ("RewardModel",),

@@ -11,7 +11,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Options",
         ("rollout_engine.base.config", "rollout_engine.base.sampling_params", "rollout_engine.base.pooling_params"),
     ),
-    ("Collecting and replaying", ("rollout_engine.rollouts.collector", "rollout_engine.rollouts.replay")),
+    (
+        "Collecting and replaying",
+        ("rollout_engine.rollouts.collector", "rollout_engine.rollouts.replay", "rollout_engine.rollouts.agents"),
+    ),
     ("Batches and files", ("rollout_engine.batches",)),
     ("Results", ("rollout_engine.base.outputs",)),
     ("Metrics", ("rollout_engine.base.metrics", "rollout_engine.telemetry", "rollout_engine.fleet")),

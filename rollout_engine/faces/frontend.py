@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import LifecycleError, RequestError, RolloutEngineError
 from rollout_engine.base.lora_request import LoRALike, LoRARequest
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.base.metrics import EngineMetrics, StatLogger
-from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.base.pooling_params import supported_tasks
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
@@ -25,6 +26,7 @@ from rollout_engine.engine.verb import Arguments, Verb
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.faces.draft_files import load_drafts, save_drafts
 from rollout_engine.faces.weight_updates import update_weights
+from rollout_engine.fleet.plan.ledger import end_of_tokens, make_continuation
 from rollout_engine.fleet.run.client import FleetClient
 from rollout_engine.process.client_routing import first_sequence_of
 from rollout_engine.results.open_streams import OpenStreams, Stream
@@ -131,11 +133,13 @@ class Frontend:
         trace_headers: TraceHeaders | None = None,
         num_kept: int | None = None,
         seed: int | None = None,
+        begun: Sequence[CompletionOutput] = (),
     ) -> Stream:
         """Queue a request; `wake(stream)` is called, perhaps on another thread, when there is something to take of it.
 
         `replica_index`: the replica of a fleet that is to begin with it. `num_kept`: number of its samples to return,
         the first to end; the others are aborted then. None: return all. `seed`: in place of the params' if given.
+        `begun`: tokens that its samples got in an earlier process (`Reader.parts`), behind which they continue.
         Raises `RequestError`, nothing queued, and `EngineDeadError`.
         """
         self.client.require_usable()
@@ -143,7 +147,7 @@ class Frontend:
         route = Route.from_options(session_id, replica_index)
         checked = self.inputs.check(prompt, params)  # without the lock: a long text takes its time
         with held(), self._admitting:
-            return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed)
+            return self._queue(checked, request_id, wake, priority, route, trace_headers, num_kept, seed, begun)
 
     def add_requests(
         self,
@@ -314,19 +318,35 @@ class Frontend:
         trace_headers: Mapping[str, str] | None = None,
         num_kept: int | None = None,
         seed: int | None = None,
+        begun: Sequence[CompletionOutput] = (),
     ) -> Stream:
         name = self._ids.make() if request_id is None else self._ids.check_id(request_id)
         request = self.inputs.admit(checked, priority=priority, seed=seed)
         # Registered before the core receives it.
         stream = self.streams.add(name, request, checked.text, wake, trace_headers, num_kept)
         try:
-            self.client.add_request(request, route)
+            for part in self._restore(stream, request, begun) if begun else [request]:
+                self.client.add_request(part, route)
         except BaseException as error:
             stream.error = error if isinstance(error, RolloutEngineError) else None
+            if begun:
+                self.client.abort(list(stream.request.sequence_ids))
             self.streams.close(stream)
             raise
         self._stat_thread.begin()
         return stream
+
+    def _restore(
+        self, stream: Stream, request: EngineCoreRequest, begun: Sequence[CompletionOutput]
+    ) -> list[EngineCoreRequest]:
+        """Give a new request the tokens that it had. Returns the requests for the rest of each sample."""
+        live = self.streams.restore(stream, begun)
+        ends = {id: end_of_tokens(request, id, tokens) for id, tokens in live.items()}
+        if any(ends.values()):
+            self.streams.deliver(
+                EngineCoreOutputs(self.client.policy_version, ended=[end for end in ends.values() if end])
+            )
+        return [make_continuation(request, id, tokens) for id, tokens in live.items() if ends[id] is None]
 
 
 def _metrics_of(client: EngineClient, streams: OpenStreams) -> MetricsReader:

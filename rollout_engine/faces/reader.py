@@ -1,12 +1,12 @@
 """The requests of one caller that blocks for their outputs, over any client."""
 
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from rollout_engine.base.errors import DirtyWeightsError
-from rollout_engine.base.outputs import RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.results.open_streams import Stream
 
@@ -105,6 +105,13 @@ class Reader:
     def seed_of(self, request_id: str) -> int:
         """Sequence seed of sample 0 of an open request."""
         return self._open[request_id].request.seed
+
+    def parts(self, request_id: str, starts: Sequence[int], min_tokens: int) -> list[CompletionOutput]:
+        """New tokens of an open request's samples behind the first `starts`, one number each, without text.
+
+        [] unless one of them has at least `min_tokens` there. `add(begun=...)` takes all of them in another process.
+        """
+        return self._frontend.streams.parts(request_id, starts, min_tokens)
 
     def num_tokens(self) -> int:
         """Tokens so far of the requests whose finished output has not been read."""

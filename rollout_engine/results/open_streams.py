@@ -10,12 +10,12 @@ loop), the request is aborted and forgotten with the next outputs, or at the nex
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
 from rollout_engine.base.metrics import RequestStats
-from rollout_engine.base.outputs import Quantization, RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, Quantization, RequestOutput
 from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.output_processor import OutputProcessor
 from rollout_engine.text.tokenizer import TextCodec
@@ -113,6 +113,22 @@ class OpenStreams:
             self._streams[request.first_sequence_id] = weakref.KeyedRef(stream, self._dropped.append, opened)
             return stream
 
+    def parts(self, request_id: str, starts: Sequence[int], min_tokens: int) -> list[CompletionOutput]:
+        """New tokens of an open request's samples, as `OutputProcessor.parts` returns them."""
+        with self._lock:
+            return self._processor.parts(request_id, starts, min_tokens)
+
+    def restore(self, stream: Stream, parts: Iterable[CompletionOutput]) -> dict[int, list[int]]:
+        """Give a new request the tokens that an earlier process had; wakes its reader if nothing is left to sample.
+
+        Returns the tokens of the samples that have not ended, by their sequence ids.
+        """
+        with self._lock:
+            live = self._processor.restore(stream.request, parts)
+        if not live:
+            stream.wake(stream)
+        return live
+
     def take(self, stream: Stream) -> RequestOutput | None:
         """Take the new output of a request, if any. Raises the error that ended it, after its last output."""
         with self._lock:
@@ -145,8 +161,14 @@ class OpenStreams:
                 stream.wake(stream)
 
     def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
-        """End a request that the core did not accept."""
-        self._fail([first_sequence_id], lambda: error)
+        """End a request that the core did not accept, or of which it did not accept the rest of one sample."""
+        with self._lock:
+            owner = self._processor.owner_of(first_sequence_id)
+        if owner is None:
+            return
+        self._fail([owner.sequence_ids.start], lambda: error)
+        if first_sequence_id != owner.sequence_ids.start:
+            self._abort(list(owner.sequence_ids))
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End every open request after the core has died."""

@@ -1,12 +1,12 @@
 """Gathers the outputs of the core's steps into `RequestOutput`s: n samples a request, streamed or at the end."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollout_engine.base.hidden_states import as_float32
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.base.metrics import RequestStats
-from rollout_engine.base.outputs import Quantization, RequestOutput
+from rollout_engine.base.outputs import CompletionOutput, Quantization, RequestOutput
 from rollout_engine.results.open_request import OpenRequest
 from rollout_engine.results.request_timer import RequestTimer
 from rollout_engine.results.sample import Sample
@@ -91,6 +91,37 @@ class OutputProcessor:
     def num_tokens(self, request_ids: Iterable[str]) -> int:
         """Count the tokens of these open requests so far. Unknown ids have none."""
         return sum(self._requests[id].num_tokens for id in request_ids if id in self._requests)
+
+    def parts(self, request_id: str, starts: Sequence[int], min_tokens: int) -> list[CompletionOutput]:
+        """The tokens of an open request's samples behind the first `starts`, one number each, without text.
+
+        [] unless one of them has at least `min_tokens` there.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        pairs = list(zip(request.samples, starts, strict=True))
+        if all(sample.num_tokens - start < min_tokens for sample, start in pairs):
+            return []
+        return [sample.part(start) for sample, start in pairs if sample.num_tokens > start]
+
+    def restore(self, request: OpenRequest, parts: Iterable[CompletionOutput]) -> dict[int, list[int]]:
+        """Give the samples of a new request the parts that `parts` returned in an earlier process.
+
+        Returns the tokens of those that have not ended, by their sequence ids.
+        """
+        for part in parts:
+            sample = request.samples[part.index]
+            sample.restore(part)
+            if sample.finish_reason is not None:
+                request.changed.add(part.index)
+                self._end(request.sequence_ids[part.index], max(sample.policy_versions, default=0))
+        pairs = zip(request.sequence_ids, request.samples, strict=True)
+        return {sequence_id: sample.part(0).token_ids for sequence_id, sample in pairs if sequence_id in self._live}
+
+    def owner_of(self, sequence_id: int) -> OpenRequest | None:
+        """The open request that a sequence is a sample of."""
+        return self._owners.get(sequence_id)
 
     def discard(self, request_id: str, error: BaseException | None = None) -> None:
         """Close a request without a result, for `error` if there is one. An unknown id is a no-op."""

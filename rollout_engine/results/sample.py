@@ -196,6 +196,47 @@ class Sample:
 
     def render(self, *, only_new: bool) -> CompletionOutput:
         """Render the sample, or the news since the last call. Spans count positions from the start either way."""
+        start = self.num_rendered if only_new else 0
+        first_char = self._num_rendered_chars if only_new else 0
+        text = "" if self._text is None else self._try_decode(self._text.text) or ""
+        self.num_rendered, self._num_rendered_chars = len(self._token_ids), len(text)
+        return self._render(start, text[first_char:])
+
+    def part(self, start: int) -> CompletionOutput:
+        """Render the tokens from `start` on, without text, and without an effect on `render`: for `restore`."""
+        return self._render(start, "")
+
+    def restore(self, part: CompletionOutput) -> None:
+        """Append tokens that an earlier process sampled, and their values, as its `part` returned them."""
+        num_tokens = len(part.token_ids)
+        for span in part.version_spans:
+            if (span.policy_version, span.kv_min_version) != (self._policy_version, self._kv_min_version):
+                self._policy_version, self._kv_min_version = span.policy_version, span.kv_min_version
+                self._spans.append((span.start, span.policy_version, span.kv_min_version))
+        self._token_ids += part.token_ids
+        for column, values in (
+            (self._logprobs, part.logprobs),
+            (self._kept_logprob_mass, part.kept_logprob_mass),
+            (self._entropies, part.entropies),
+            (self._sampled_ranks, part.sampled_ranks),
+            (self._id_logprobs, part.token_id_logprobs),
+        ):
+            if column is not None and values is not None:
+                column.extend(values.tolist() if isinstance(column, array) else values)
+        if self._top_logprobs is not None and part.top_logprobs is not None:
+            self._top_logprobs.restore(*part.top_logprobs)
+        if self._support is not None and part.support is not None:
+            for first, end in pairwise(part.support[0].tolist()):
+                self._support.append(part.support[1][first:end])
+        if self._routed_experts is not None and part.routed_experts is not None:
+            self._routed_experts.begin(part.routed_experts[:-num_tokens])
+            for row in part.routed_experts[-num_tokens:]:
+                self._routed_experts.append(row)
+        if part.finish_reason is not None:
+            stop = part.stop_reason if isinstance(part.stop_reason, int) else None
+            self.finish(SequenceEnd(-1, part.finish_reason, stop, part.error))
+
+    def _render(self, start: int, text: str) -> CompletionOutput:
         num_tokens = len(self._token_ids)
         columns: tuple[Sized | None, ...] = (
             *(self._logprobs, self._top_logprobs, self._kept_logprob_mass),
@@ -204,17 +245,13 @@ class Sample:
         )
         for column in columns:
             assert column is None or len(column) == num_tokens, f"{len(column)} values for {num_tokens} tokens"
-        start = self.num_rendered if only_new else 0
-        first_char = self._num_rendered_chars if only_new else 0
-        text = "" if self._text is None else self._try_decode(self._text.text) or ""
-        self.num_rendered, self._num_rendered_chars = num_tokens, len(text)
         forced = None if self._thinking is None else self._forced_from(self._thinking, start)
         kept_mass = _from(start, self._kept_logprob_mass)
         if kept_mass is not None and forced is not None:
             kept_mass[forced] = 0.0  # the budget left one token, and truncation cut none
         return CompletionOutput(
             index=self._index,
-            text=text[first_char:],
+            text=text,
             token_ids=self._token_ids[start:],
             logprobs=_from(start, self._logprobs),
             top_logprobs=None if self._top_logprobs is None else self._top_logprobs.stack(start),
@@ -311,6 +348,12 @@ class TopLogprobs:
         """Add a position: int32 [K] ids and float32 [K] log-probs, most likely first, of which k are kept."""
         self._ids.append(ids[: self._k])
         self._logprobs.append(logprobs[: self._k])
+
+    def restore(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Add positions that another one's `stack` returned."""
+        self._k = ids.shape[1]
+        self._ids += [*ids]
+        self._logprobs += [*logprobs]
 
     def stack(self, start: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [T, k], log-probs float32 [T, k]) of positions from `start` on."""

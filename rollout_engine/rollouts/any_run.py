@@ -1,4 +1,4 @@
-"""Runs of `rollout` and `arollout`, over prompts or environments: begins one, and runs it to its end."""
+"""Runs of `rollout` and `arollout`, over prompts, environments or agents: begins one, and runs it to its end."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,6 +9,10 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.rollout_batch import Layout, check_layout
 from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.agents.agent import as_agent
+from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
+from rollout_engine.rollouts.agents.plan import AgentPlan
+from rollout_engine.rollouts.agents.run import AgentRun
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, EpisodePlan, refuse_environments
 from rollout_engine.rollouts.episodes.run import EpisodeRun
@@ -18,7 +22,7 @@ from rollout_engine.telemetry.progress import ProgressBar
 from rollout_engine.text.conversations import CHAT_KEYS, ChatOptions
 from rollout_engine.text.prompts import check_chat_arguments
 
-AnyRun: TypeAlias = RolloutRun | EpisodeRun
+AnyRun: TypeAlias = RolloutRun | EpisodeRun | AgentRun
 
 
 def begin_run(
@@ -27,12 +31,24 @@ def begin_run(
     kept_workers: KeptWorkers,
     verb: Callable[..., Any],
     loop: asyncio.AbstractEventLoop | None = None,
+    *,
+    gateway: Callable[..., AgentGateway],
 ) -> AnyRun:
-    """Check the arguments and make the run. `loop` runs async rewards. `RequestError` names arguments of `verb`."""
+    """Check the arguments and make the run. `RequestError` names arguments of `verb`.
+
+    `loop` runs async rewards; `gateway` is `RolloutPolicy.gateway`.
+    """
     check_layout(arguments.layout)
     check_chat_arguments(arguments.options, verb, [*CHAT_KEYS, *EPISODE_KEYS])
     frontend.ensure_loras(arguments.lora_request)
     teachers = arguments.teachers
+    agent = as_agent(arguments.options.get("env"))
+    if agent is not None:
+        of_agents = AgentPlan.of(frontend, arguments, agent)
+        if teachers is not None:
+            teachers.refuse_prompts("Agents have prompts of their own.")
+            teachers.check([of_agents.params], {})
+        return AgentRun(of_agents, gateway)
     if any(name in EPISODE_KEYS for name in arguments.options):
         plan = EpisodePlan.of(frontend, arguments)
         if teachers is not None:
@@ -64,6 +80,16 @@ def run_to_end(run: AnyRun, tell: Callable[[Any], None], *, shown: bool) -> list
             for group in run.advance():
                 groups.append(group)
                 bar.update(group.num_tokens)
-                tell(group)
+                tell_once(run, group, tell)
             bar.count(lambda: run.num_open_tokens)
     return sorted(groups, key=lambda group: group.index)
+
+
+def tell_once(run: AnyRun, group: Any, tell: Callable[[Any], None]) -> None:
+    """Pass a group to `tell`, unless a journal notes that an earlier process did."""
+    tape = run.tape if isinstance(run, EpisodeRun) else None
+    if tape is None:
+        tell(group)
+    elif not tape.is_told(group.index):
+        tell(group)
+        tape.note_told(group.index)

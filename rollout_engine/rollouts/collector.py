@@ -2,16 +2,22 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import msgspec
 
 from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError
+from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
+from rollout_engine.rollouts.journal.group_records import Recalled
+from rollout_engine.rollouts.journal.groups import GroupJournal
+from rollout_engine.rollouts.journal.position import position_of, row_digest, state_of
+from rollout_engine.rollouts.journal.rows import pictures_of, read_open_tasks
 from rollout_engine.rollouts.plan import GroupTask, RolloutArguments, as_int
 from rollout_engine.rollouts.run import Group, RolloutRun
 from rollout_engine.rollouts.staleness import StalenessControl
@@ -45,6 +51,9 @@ class RolloutCollector:
     from there. `close`, or the end of a `with` block, aborts the groups in flight; so does any error that `next`
     raises, other than `LifecycleError` and `RetryableError` while the engine is paused or asleep: then call it again
     later. One thread at a time may call `next`.
+
+    A trainer that writes checkpoints puts `state_dict` into them; `load_state_dict` continues from there. With a
+    journal (`collect(journal=...)`) the samples of unfinished and later groups are kept, too.
     """
 
     def __init__(
@@ -55,13 +64,22 @@ class RolloutCollector:
         tasks: Iterator[GroupTask],
         control: StalenessControl,
         listeners: GroupListeners,
+        journal: GroupJournal,
         teachers: TeacherColumns | None = None,
     ) -> None:
+        """`tasks`: those of the dataset, from its first row. `journal`: where the groups are noted."""
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
-        self._teachers = teachers
-        self._run = RolloutRun(frontend, (), arguments.reward_fn, reward_weights=weights, keeps_aborted=True)
+        self._teachers, self._journal = teachers, journal
+        self._run = RolloutRun(
+            frontend,
+            (),
+            arguments.reward_fn,
+            reward_weights=weights,
+            keeps_aborted=True,
+            on_samples=lambda task, output: journal.note_samples(task.index, output),
+        )
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""
         self._groups: dict[int, Group] = {}
@@ -70,24 +88,41 @@ class RolloutCollector:
         """Groups to start before those that the dataset has next."""
         self._problem: Exception | None = None
         """An error raised after a batch was ready."""
-        self._is_exhausted = self._is_closed = self._is_ended = False
+        self._has_begun = self._is_exhausted = self._is_closed = self._is_ended = False
         self._busy = threading.Lock()
-        self._stats = CollectorStats()
 
     @property
     def stats(self) -> CollectorStats:
-        """Counts so far."""
-        counts = {"num_running": len(self._control.running), "num_complete": len(self._control.complete)}
-        return msgspec.structs.replace(self._stats, **counts)
+        """Counts so far, those of earlier processes included if there is a journal or a state was loaded."""
+        now = {"num_running": len(self._control.running), "num_complete": len(self._control.complete)}
+        return CollectorStats(**msgspec.structs.asdict(self._journal.position.counts), **now)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the dataset, and the groups in flight with their seeds, as plain data for a checkpoint.
+
+        Batches that `next` has returned are behind it. Raises `LifecycleError` while `next` runs.
+        """
+        with self._use():
+            return state_of(self._journal.position, self._journal.identity)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of a `state_dict`, before the first `next`.
+
+        Groups that were in flight begin anew with their seeds. With a journal those that it holds continue, and
+        batches that were delivered behind the position are delivered again, as far as the live weights allow it.
+        Raises `RequestError` for another run's state, and `LifecycleError` after the first `next`.
+        """
+        with self._use():
+            if self._has_begun:
+                raise LifecycleError("load_state_dict: call it before the first next() of a collector.")
+            self._journal.load(position_of(state, self._journal.identity))
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> RolloutBatch:
         """Wait for the next batch, then start as much as may run while the trainer works on it."""
-        if not self._busy.acquire(blocking=False):
-            raise LifecycleError("This collector is already collecting, on another thread or in a call from its own.")
-        try:
+        with self._use():
             if self._is_closed:
                 raise LifecycleError("This collector is closed; policy.collect makes a new one.")
             self._frontend.require_running("collect")
@@ -102,8 +137,6 @@ class RolloutCollector:
             except BaseException:
                 self.close()
                 raise
-        finally:
-            self._busy.release()
 
     def close(self) -> None:
         """Abort the groups in flight. Calling it again is a no-op."""
@@ -117,9 +150,22 @@ class RolloutCollector:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keep other calls out. Raises `LifecycleError` if one is running."""
+        if not self._busy.acquire(blocking=False):
+            raise LifecycleError("This collector is already collecting, on another thread or in a call from its own.")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
     def _collect(self) -> RolloutBatch:
         if self._problem is not None:
             raise self._problem
+        if not self._has_begun:
+            self._continue()
+            self._has_begun = True
         while True:
             deliver()
             self._renew()
@@ -131,9 +177,23 @@ class RolloutCollector:
                 raise StopIteration
             for group in self._run.advance():
                 self._complete(group)
+            if self._journal.options is not None:
+                for task, parts in self._run.take_progress(self._journal.options.progress_tokens):
+                    self._journal.note_progress(task.index, parts)
+
+    def _continue(self) -> None:
+        """Read the dataset up to the position of an earlier process, whose open groups start next."""
+        self._journal.observe()
+        self._journal.drop_unfit()
+        position = self._journal.position
+        if position.num_batches:
+            self._control.restore(position.version, position.num_pending)
+        with allowed():
+            self._next.extend(read_open_tasks(self._tasks, position))
 
     def _renew(self) -> None:
         """Put the groups that are too old, or were aborted, before those to start next."""
+        self._journal.observe()
         too_old = self._control.observe(self._frontend.client.policy_version)
         self._run.abort(too_old)
         aborted = [task.index for task in self._run.aborted]
@@ -143,14 +203,18 @@ class RolloutCollector:
         for index in again:
             self._groups.pop(index, None)
         self._next.extendleft(reversed([self._open.pop(index) for index in again]))
-        self._stats.num_regenerated += len(again)
+        self._journal.forget(again)
         self._frontend.streams.stats.regenerated_groups += len(again)
 
     def _refill(self, *, waiting: bool) -> None:
         """Start as many groups as may be open."""
         while self._control.num_to_start(waiting=waiting) and self._has_next():
+            recalled = self._journal.recall(self._next[0].index)
             try:
-                task = self._run.start(self._next[0])
+                if recalled is None or recalled.output is None:
+                    task = self._run.start(self._next[0], [] if recalled is None else recalled.parts)
+                else:
+                    task = self._next[0]
             except RetryableError:  # the engine is paused and turns requests away
                 if waiting and not self._control.running:
                     raise
@@ -158,7 +222,18 @@ class RolloutCollector:
             self._open[task.index] = task
             self._next.popleft()
             self._control.note_start(task.index)
-            self._stats.num_started += 1
+            self._journal.note_start(task, row_digest(task), recalled=recalled is not None)
+            if recalled is not None and recalled.output is not None:
+                self._recall(task, recalled, recalled.output)
+
+    def _recall(self, task: GroupTask, recalled: Recalled, output: RequestOutput) -> None:
+        """Take a group whose samples an earlier process had, and perhaps its rewards."""
+        output.pictures = pictures_of(self._frontend, task)
+        if recalled.is_complete:
+            self._note_complete(Group(task, output, recalled.rewards))
+            return
+        for group in self._run.reward(task, output):
+            self._complete(group)
 
     def _has_next(self) -> bool:
         """Whether there is a group to start; `_next` then has it."""
@@ -170,9 +245,13 @@ class RolloutCollector:
         return bool(self._next)
 
     def _complete(self, group: Group) -> None:
+        self._note_complete(group)
+        self._batcher.tell(self._listeners, group, self._layout)
+        self._journal.note_completion(group.index, group.rewards)
+
+    def _note_complete(self, group: Group) -> None:
         self._groups[group.index] = group
         self._control.note_completion(group.index, group.oldest_version)
-        self._batcher.tell(self._listeners, group, self._layout)
 
     def _deliver(self, indexes: list[int]) -> RolloutBatch:
         """Make the batch of these groups, and start the groups that may run until the next call."""
@@ -183,8 +262,8 @@ class RolloutCollector:
         self._batcher.count_staleness(groups)
         for group in groups:
             del self._groups[group.index], self._open[group.index]
-        self._stats.num_delivered += len(groups)
-        self._stats.num_dropped += sum(group.output.num_dropped for group in groups)
+        num_dropped = sum(group.output.num_dropped for group in groups)
+        self._journal.deliver(sorted(indexes), num_pending=self._control.num_pending, num_dropped=num_dropped)
         try:
             self._refill(waiting=False)
         except Exception as problem:
@@ -195,6 +274,7 @@ class RolloutCollector:
         if self._is_ended:
             return
         self._is_ended = True
+        self._journal.close()
         self._run.close()
         self._control.forget([*self._open])
         self._open.clear()

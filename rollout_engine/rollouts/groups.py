@@ -20,6 +20,8 @@ from rollout_engine.batches.rollout_batch import Layout, rollout_batch
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, held
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.agents.episode import AgentGroup
+from rollout_engine.rollouts.agents.rows import agent_batch
 from rollout_engine.rollouts.episodes.rows import episode_batch
 from rollout_engine.rollouts.episodes.run import EpisodeGroup
 from rollout_engine.rollouts.log import RolloutLog
@@ -27,7 +29,7 @@ from rollout_engine.rollouts.run import Group
 
 logger = logging.getLogger("rollout_engine")
 
-AnyGroup = Group | EpisodeGroup
+AnyGroup = Group | EpisodeGroup | AgentGroup
 
 OnGroup = Callable[[RolloutBatch], Any]
 """Called with the TensorDict of one group."""
@@ -56,8 +58,11 @@ class GroupBatcher:
     def batch(self, groups: Sequence[AnyGroup], layout: Layout) -> RolloutBatch:
         """Make one TensorDict of groups of one rollout, in their order."""
         of_prompts = [group for group in groups if isinstance(group, Group)]
+        of_agents = [each for group in groups if isinstance(group, AgentGroup) for each in group.episodes]
         if of_prompts:
             batch = self._batch_of_prompts(of_prompts, layout)
+        elif of_agents:
+            batch = agent_batch(of_agents, self._frontend.inputs.codec, pad_token_id=self.pad_token_id, layout=layout)
         else:
             episodes = [each for group in groups if isinstance(group, EpisodeGroup) for each in group.episodes]
             batch = episode_batch(episodes, self._frontend.inputs.codec, pad_token_id=self.pad_token_id, layout=layout)
@@ -98,7 +103,7 @@ class GroupBatcher:
 
     def samples(self, group: AnyGroup) -> Iterable[dict[str, Any]]:
         """The samples of a group as `rollout_engine.batches.jsonl` describes them."""
-        if isinstance(group, EpisodeGroup):
+        if isinstance(group, EpisodeGroup | AgentGroup):
             return samples(self.batch([group], "padded"))
         rewards = group.rewards
         total, by_function = (None, {}) if rewards is None else (rewards.total, rewards.by_function)

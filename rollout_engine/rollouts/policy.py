@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Self, Unpack
 
 from tensordict import TensorDict
@@ -27,7 +28,7 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
-from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end
+from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end, tell_once
 from rollout_engine.rollouts.collector import RolloutCollector, staleness_control
 from rollout_engine.rollouts.distributions import DistributionMethods
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
@@ -39,6 +40,8 @@ from rollout_engine.rollouts.evaluation.sweep import Sweep, as_sweep
 from rollout_engine.rollouts.evaluation.tasks import prepare_tasks
 from rollout_engine.rollouts.gateway import GatewayMethods
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners, OnGroup, log_rollout
+from rollout_engine.rollouts.journal.identity import open_group_journal
+from rollout_engine.rollouts.journal.journal import JournalOptions
 from rollout_engine.rollouts.log import RolloutLog
 from rollout_engine.rollouts.picture_features import PictureFeatureMethods
 from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int, row_tasks
@@ -150,7 +153,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
                 tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
-            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
+            options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`, or
+                `rollout(tasks, params, env=Agent(...))`).
 
         Works inside a running event loop too, and blocks it. Whatever is raised, its requests are aborted first and the
         engine lives on: `RequestError` before anything is sampled, `EngineGenerateError` as soon as one sequence fails,
@@ -162,7 +166,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
-        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout, gateway=self.gateway)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
@@ -202,7 +206,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
         arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
-        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop)
+        run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop, gateway=self.gateway)
         try:
             while run.unfinished:
                 self.frontend.require_own_process()  # the loop's threads are not in a forked child
@@ -212,7 +216,8 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
                     raise no_thread("rollout", problem) from problem
                 for group in await asyncio.shield(step):
                     if any(listeners):
-                        await run_in_thread(self._batcher.tell, listeners, group, layout)
+                        tell = partial(self._batcher.tell, listeners, layout=layout)
+                        await run_in_thread(tell_once, run, group, tell)
                     self._batcher.count_staleness([group])
                     batch = self._batcher.batch([group], layout)
                     yield await run_in_thread(with_teachers, columns_of, batch, [group]) if teachers else batch
@@ -242,6 +247,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         teachers: Sequence[Teacher] = (),
         teacher_top_k: TopK = None,
         layout: Layout = "padded",
+        journal: str | os.PathLike[str] | JournalOptions | None = None,
         **chat: Unpack[ChatOptions],
     ) -> RolloutCollector:
         """Return an iterator over batches of finished groups, which keeps unfinished ones in flight between batches.
@@ -269,6 +275,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
                 `groups_per_batch`.
             on_group, log_to, teachers, teacher_top_k: as in `rollout`; rewards and teachers are awaited by `next`.
+            journal: a directory that keeps the run: the same call continues it in another process (docs/durable.md).
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
         the errors of `rollout`, except that groups cut short by an abort are started again.
         """
@@ -280,7 +287,10 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             columns_of.check([as_sampling_params(sampling_params)], None)
         arguments = RolloutArguments(*given, None, lora_request, chat, columns_of)
         control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
-        state = (row_tasks(arguments), control, self._listeners(on_group, log_to, lora_request))
+        row_tasks(arguments)  # checks them before the journal is opened
+        listeners = self._listeners(on_group, log_to, lora_request)
+        groups, arguments = open_group_journal(self.frontend, arguments, journal)
+        state = (row_tasks(arguments), control, listeners, groups)
         return RolloutCollector(self.frontend, self._batcher, arguments, *state, columns_of)
 
     def evaluate(
@@ -329,6 +339,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             num_samples=num_samples,
             k=ks,
             seed=as_int("seed", seed, 0, MAX_SEED) or 0,
+            gateway=self.gateway,
         )
         with closing(Ledger(out, evaluator.plan, resume=resume)) as ledger:
             evaluator.run(ledger, shown=use_tqdm)

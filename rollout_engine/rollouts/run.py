@@ -1,7 +1,7 @@
 """Runs groups, the samples of a prompt and their rewards: starts their requests and collects the finished ones."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 
@@ -65,7 +65,8 @@ class RolloutRun:
     """Runs groups: call `advance` until not `unfinished`, and `close` in any case.
 
     `loop` runs async rewards, as in `RewardCaller`. `keeps_aborted`: groups that an abort cut short are put into
-    `aborted`, and nothing is raised.
+    `aborted`, and nothing is raised. `on_samples` is called with a group whose samples have all ended, before its
+    rewards.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RolloutRun:
         *,
         reward_weights: Sequence[float] | None = None,
         keeps_aborted: bool = False,
+        on_samples: Callable[[GroupTask, RequestOutput], object] = lambda task, output: None,
     ) -> None:
         """`tasks` are started by the first `advance`, all or none."""
         if reward_fn is None and reward_weights is not None:
@@ -90,6 +92,9 @@ class RolloutRun:
         self.aborted: list[GroupTask] = []
         """Groups that an abort cut short, with the seed that they had; the caller takes them out."""
         self._keeps_aborted, self._cancelled = keeps_aborted, False
+        self._on_samples = on_samples
+        self._num_taken: dict[str, list[int]] = {}
+        """Tokens of each sample of an unfinished request that `take_progress` has returned, or that it began with."""
 
     @property
     def unfinished(self) -> bool:
@@ -116,16 +121,20 @@ class RolloutRun:
         """Tokens sampled so far of groups whose samples have not all ended."""
         return self._reader.num_tokens()
 
-    def start(self, task: GroupTask) -> GroupTask:
+    def start(self, task: GroupTask, begun: Sequence[CompletionOutput] = ()) -> GroupTask:
         """Queue the request of one more group. Returns the task with the seed that its request has got.
 
-        Raises `RequestError`, naming the prompt, when the engine refuses it, and `RewardError` for unfit columns.
+        `begun`: tokens that its samples got in an earlier process, from `take_progress`. Raises `RequestError`, naming
+        the prompt, when the engine refuses it, and `RewardError` for unfit columns.
         """
         self._check_columns([task])
         try:
-            request_id = self._reader.add(task.input, task.params, None, num_kept=task.num_kept)
+            request_id = self._reader.add(task.input, task.params, None, num_kept=task.num_kept, begun=begun)
         except RequestError as error:
             raise at_index("prompts", task.index, error) from error
+        self._num_taken[request_id] = taken = [0] * task.params.n
+        for part in begun:
+            taken[part.index] += len(part.token_ids)
         self._running[request_id] = seeded = task.with_seed(self._reader.seed_of(request_id))
         return seeded
 
@@ -149,13 +158,34 @@ class RolloutRun:
                 self.aborted.append(task)
                 continue
             _check_samples(task.index, output)
-            if self._caller is None:
-                complete.append(Group(task, output, None))
-            else:
-                with allowed():
-                    rewards = self._caller.start(task.index, task.prompt, output, task.columns)
-                self._rewarding.append((task, output, rewards))
+            self._on_samples(task, output)
+            complete += self.reward(task, output)
         return complete + self._take_rewarded()
+
+    def reward(self, task: GroupTask, output: RequestOutput) -> list[Group]:
+        """Start the rewards of a group whose samples have all ended; without a reward function it is complete."""
+        if self._caller is None:
+            return [Group(task, output, None)]
+        with allowed():
+            rewards = self._caller.start(task.index, task.prompt, output, task.columns)
+        self._rewarding.append((task, output, rewards))
+        return []
+
+    def take_progress(self, min_tokens: int) -> Iterator[tuple[GroupTask, list[CompletionOutput]]]:
+        """Iterate over unfinished groups with a sample that has `min_tokens` more than before, with the new tokens.
+
+        Not over those of which only the first samples to end are returned, or with hidden states: they begin anew.
+        """
+        for request_id in self._num_taken.keys() - self._running.keys():
+            del self._num_taken[request_id]
+        for request_id, task in self._running.items():
+            taken = self._num_taken.get(request_id)
+            if taken is None or task.num_kept is not None or task.params.return_hidden_states is not None:
+                continue
+            if parts := self._reader.parts(request_id, taken, min_tokens):
+                for part in parts:
+                    taken[part.index] += len(part.token_ids)
+                yield task, parts
 
     def abort(self, indexes: Collection[int]) -> None:
         """End the unfinished groups of these prompts without a result."""

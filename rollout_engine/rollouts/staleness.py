@@ -35,6 +35,15 @@ class StalenessControl:
         self._num_pending = 0
         """Batches taken whose versions are not live yet: after an update, the last one at most."""
 
+    @property
+    def num_pending(self) -> int:
+        """Batches taken whose versions are not live yet."""
+        return self._num_pending
+
+    def restore(self, version: int, num_pending: int) -> None:
+        """Note the live version and `num_pending` of an earlier process, as they were after its last batch."""
+        self._version, self._num_pending = version, num_pending
+
     def observe(self, version: int) -> list[int]:
         """Note the live version. Returns the groups that are too old for any batch; the caller starts them again."""
         if version != self._version:

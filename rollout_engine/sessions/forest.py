@@ -53,7 +53,19 @@ class Turn:
     """One sampled answer."""
 
     __slots__ = (
-        *("adapter", "answered", "began", "children", "new_messages", "node", "number", "origin", "own_ids", "params"),
+        *(
+            "adapter",
+            "answered",
+            "began",
+            "children",
+            "is_shown_raw",
+            "new_messages",
+            "node",
+            "number",
+            "origin",
+            "own_ids",
+            "params",
+        ),
         *("parent", "said", "sample", "shown"),
     )
 
@@ -81,6 +93,8 @@ class Turn:
         """Text of the sampled ids, special tokens included but for those at the end."""
         self.shown: str | None = None
         """The template's text of its prompt; None: to be rendered anew."""
+        self.is_shown_raw: bool | None = None
+        """`OwnIds.is_raw` of that text."""
         self.params: SamplingParams | None = None
         self.adapter: str | None = None
         self.answered: Node = node

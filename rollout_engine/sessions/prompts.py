@@ -21,6 +21,9 @@ class OwnIds(msgspec.Struct):
     token_ids: list[int]
     new_messages: Messages
     shown: str
+    """The template's text of the whole prompt."""
+    is_raw: bool | None = None
+    """Whether earlier answers stand in it as sampled; False: as clients have them; None: there are none."""
 
 
 class ChatPrompts:
@@ -32,6 +35,8 @@ class ChatPrompts:
         tools = self._options.get("tools")
         self.key: tuple[Key, Key] = digest(tools), digest({**self._options, "tools": None})
         """(digest of the tools, of the other options)."""
+        self._tries_raw_first = True
+        """Whether the form that continued the last conversation is the raw one."""
         self._turns: ChatTurns | None = None
         if not any(self._options.get(name) is not None for name in _OPENS):
             try:
@@ -53,18 +58,33 @@ class ChatPrompts:
 
         None if the template cannot continue behind the sampled ids: it writes earlier turns differently.
         """
-        turns = self._turns
-        if turns is None or not new:
+        if self._turns is None or not new:
             return None
-        before = _as_sampled(turns, turn)
-        try:
-            shown = turn.shown if turn.shown is not None else turns.text(before)
-            now = turns.text([*before, turns.message(turn.said), *new])
-            has_ended = turn.sample.finish_reason == "stop"
-            ids = turns.between(shown, now, turn.said, turn.sample.token_ids, has_ended=has_ended)
-        except RequestError:  # rewritten, or refused in this form: the caller renders the messages as given
-            return None
-        return OwnIds(ids, new, now)
+        first = self._tries_raw_first
+        for is_raw in (first, not first):
+            try:
+                found = self._continue(self._turns, turn, new, is_raw=is_raw)
+            except RequestError:  # rewritten, or refused in this form
+                continue
+            self._tries_raw_first = is_raw
+            return found
+        return None
+
+    def _continue(self, turns: ChatTurns, turn: Turn, new: Messages, *, is_raw: bool) -> OwnIds:
+        """The ids after a turn's answer. Raises `RequestError`.
+
+        `is_raw`: render earlier answers as the sampled text; else as clients have them, since some templates take
+        results of tools only behind an answer with calls.
+        """
+        answer = turns.message(turn.said) if is_raw else turn.answered.message
+        assert answer is not None, "it has been recorded"
+        before = _as_sampled(turns, turn) if is_raw else turn.node.messages()
+        is_known = turn.shown is not None and turn.is_shown_raw in (is_raw, None)
+        shown = turn.shown if turn.shown is not None and is_known else turns.text(before)
+        now = turns.text([*before, answer, *new])
+        has_ended = turn.sample.finish_reason == "stop"
+        ids = turns.between(shown, now, turn.said, turn.sample.token_ids, has_ended=has_ended)
+        return OwnIds(ids, new, now, is_raw)
 
     def read_answer(self, token_ids: list[int]) -> str:
         """The text of an answer without its end tokens."""

@@ -235,7 +235,7 @@ class Session:
         first = next((turn for turn in node.asked if turn.own_ids is own_ids), None)
         began = place.began if first is None else "sample"
         turn = Turn(len(forest.turns), node, parent, first or place.origin, began, own_ids, sample)
-        turn.new_messages, turn.shown = place.own.new_messages, place.own.shown
+        turn.new_messages, turn.shown, turn.is_shown_raw = place.own.new_messages, place.own.shown, place.own.is_raw
         turn.params, turn.adapter = place.params, place.adapter
         turn.said = place.prompts.read_answer(sample.token_ids)
         (key,), (size,) = keys_of([answer])

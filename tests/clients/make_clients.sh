@@ -4,7 +4,7 @@
 set -eu
 dir=${1:?the directory to make}
 tests/make_environment.sh "$dir/openai" tests/clients/constraints-openai.txt server \
-    anthropic inspect-ai "lm-eval[api]" openai openenv requests trl
+    anthropic inspect-ai "lm-eval[api]" openai openai-agents openenv requests trl
 tests/make_environment.sh "$dir/torchrl" tests/clients/constraints-torchrl.txt server requests torchrl
 tests/make_environment.sh "$dir/verifiers" tests/clients/constraints-verifiers.txt server verifiers
 touch "$dir/installed"

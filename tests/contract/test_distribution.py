@@ -14,6 +14,7 @@ IMPORT_NAMES = {
     "prometheus-client": "prometheus_client",
     "pyzmq": "zmq",
     "math-verify": "math_verify",
+    "openai-agents": "agents",
     "reasoning-gym": "reasoning_gym",
     "skyrl-gym": "skyrl_gym",
 }

@@ -148,12 +148,14 @@ class Ledger:
                 return [entry.request], []
         requests, ends = [], []
         for sequence_id in entry.live:
-            tokens = self._tokens.get(sequence_id, [])
-            end = _end_of(entry, sequence_id, tokens)
-            if end is not None:
+            tokens = entry.request.output_token_ids + self._tokens.get(sequence_id, [])
+            end = end_of_tokens(entry.request, sequence_id, tokens)
+            if sequence_id in entry.aborted:
+                ends.append(SequenceEnd(sequence_id, "abort"))
+            elif end is not None:
                 ends.append(end)
             else:
-                requests.append(_make_continuation(entry, sequence_id, tokens))
+                requests.append(make_continuation(entry.request, sequence_id, tokens))
         return requests, ends
 
     def check_integrity(self) -> None:
@@ -207,11 +209,8 @@ class Ledger:
                     tokens.setdefault(sequence_id, []).append(token_id)
 
 
-def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | None:
-    """The end of a sample that is to be aborted, or whose last token was received without it; else None."""
-    request = entry.request
-    if sequence_id in entry.aborted:
-        return SequenceEnd(sequence_id, "abort")
+def end_of_tokens(request: EngineCoreRequest, sequence_id: int, tokens: list[int]) -> SequenceEnd | None:
+    """The end of a sample whose last token was received without it; None if the sample has not ended."""
     if tokens and len(tokens) >= request.params.min_tokens:
         if tokens[-1] in request.eos_token_ids:
             return SequenceEnd(sequence_id, "stop")
@@ -220,14 +219,13 @@ def _end_of(entry: Entry, sequence_id: int, tokens: list[int]) -> SequenceEnd | 
     return SequenceEnd(sequence_id, "length") if len(tokens) >= request.max_tokens else None
 
 
-def _make_continuation(entry: Entry, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
-    """The request for the rest of one sample."""
-    source = entry.request
-    states = source.params.return_hidden_states and "sampled"
+def make_continuation(request: EngineCoreRequest, sequence_id: int, tokens: list[int]) -> EngineCoreRequest:
+    """The request for the rest of one sample, behind all its tokens so far."""
+    states = request.params.return_hidden_states and "sampled"
     return msgspec.structs.replace(
-        source,
-        params=msgspec.structs.replace(source.params, n=1, prompt_logprobs=None, return_hidden_states=states),
-        seed=child_seed(source.seed, sequence_id - source.first_sequence_id),
+        request,
+        params=msgspec.structs.replace(request.params, n=1, prompt_logprobs=None, return_hidden_states=states),
+        seed=child_seed(request.seed, sequence_id - request.first_sequence_id),
         first_sequence_id=sequence_id,
         output_token_ids=tokens.copy(),
     )

@@ -196,7 +196,7 @@ class RemoteHost:
                 if problem.has_begun or not tries_left:
                     self._lost = self._reason(method, str(problem))
                     return Reply(failure=self._lost)
-        self._played.append((order, _digest(reply)))
+        self._played.append((order, digest_of_reply(reply)))
         return reply
 
     def _process(self) -> WorkerProcess:
@@ -212,7 +212,7 @@ class RemoteHost:
         for number, (order, digest) in enumerate(self._played):
             self.worker.extend("playing the episode again in a new process")
             reply = process.carry_out(order)
-            if _digest(reply) != digest:
+            if digest_of_reply(reply) != digest:
                 place = f"its step {number}" if number else "its reset"
                 what = f"was replaced; played again in a new one, the episode was another one from {place} on"
                 why = reply.failure or "the environment is not determined by its seed and actions"
@@ -252,7 +252,7 @@ class WorkerPool:
         run_together([worker.end for worker in self._workers], name="end of environments")
 
 
-def _digest(reply: Reply) -> bytes:
+def digest_of_reply(reply: Reply) -> bytes:
     """Digest of a reply except its `info`, which may hold times."""
     observation = reply.observation if reply.began is None else reply.began.observation
     seen: list[Any] = [reply.failure]

@@ -1,6 +1,7 @@
 """Checks the arguments of rollouts over environments."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
@@ -14,11 +15,13 @@ from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.tool_functions import ToolFunction, tool_functions, tool_name
+from rollout_engine.rollouts.journal.journal import JournalOptions
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.text.conversations import ChatOptions
 from rollout_engine.text.formats.choose import check_format_name
 
 OnRewrite = Literal["refuse", "branch"]
+OnResume = Literal["replay", "anew"]
 Opponent = Frontend | Callable[[list[Message]], str]
 
 _MAX_COUNT = 1_000_000
@@ -32,7 +35,8 @@ class EpisodeOptions(TypedDict, total=False):
 
     env: Any
     """A class or function that makes an environment (`envs_adapters.Env`), the name of one ("family:name"), or the
-    result of `envs_adapters.make_env`. Each episode has an environment of its own."""
+    result of `envs_adapters.make_env`. Each episode has an environment of its own. Or "agent:COMMAND" or an `Agent`: a
+    program or function that talks to the policy over HTTP, whose tasks are the `prompts`."""
     num_episodes: int
     """Starts: each is played `num_samples` times from the same state, which makes a group. 1 unless given."""
     max_turns: int
@@ -56,6 +60,11 @@ class EpisodeOptions(TypedDict, total=False):
     seat's messages to a text. Seats not named are played by this policy (self-play)."""
     max_in_flight: int | None
     """Episodes that run at once; None: all."""
+    journal: str | os.PathLike[str] | JournalOptions | None
+    """A directory that keeps this rollout: the same call continues it in another process (docs/durable.md)."""
+    on_resume: OnResume
+    """For episodes of the journal that have not ended: "replay", the default, plays them again in new environments from
+    seed and actions, compares, and continues behind their last turns; "anew" begins them anew."""
 
 
 EPISODE_KEYS = tuple(EpisodeOptions.__annotations__)
@@ -94,6 +103,10 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     """Seed of the environments of start 0; None: one that `seed` determines."""
     starts: tuple[int, ...] | None = None
     """Numbers of the `num_episodes` starts to play; None: from 0 on."""
+    journal: JournalOptions | None = None
+    on_resume: OnResume = "replay"
+    draws_seed: bool = False
+    """Whether the seed is one of the engine's, which a journal's replaces."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments) -> "EpisodePlan":
@@ -113,6 +126,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         on_rewrite, tool_format = options.get("on_rewrite", "refuse"), options.get("tool_format")
         if on_rewrite not in get_args(OnRewrite):
             raise RequestError.for_field("on_rewrite", on_rewrite, " or ".join(map(repr, get_args(OnRewrite))))
+        if (on_resume := options.get("on_resume", "replay")) not in get_args(OnResume):
+            raise RequestError.for_field("on_resume", on_resume, " or ".join(map(repr, get_args(OnResume))))
         if tool_format is not None:
             check_format_name(tool_format)
         tools = chat.pop("tools", None) or ()
@@ -127,7 +142,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             max_turns=_count(options, "max_turns", 8),
             max_episode_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
             episode_thinking_budget=budget,
-            episode_timeout=_seconds(options.get("episode_timeout")),
+            episode_timeout=as_seconds(options.get("episode_timeout")),
             on_rewrite=on_rewrite,
             tool_format=tool_format,
             max_in_flight=_count(options, "max_in_flight", _MAX_COUNT),
@@ -135,6 +150,9 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             tools=_functions(tools),
             chat=chat,
             lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
+            journal=None if options.get("journal") is None else JournalOptions.of(options["journal"]),
+            on_resume=on_resume,
+            draws_seed=arguments.seed is None,
         )
 
     def env_seed(self, group: int) -> int:
@@ -142,12 +160,16 @@ class EpisodePlan(msgspec.Struct, frozen=True):
 
         So n starts visit each of n rows once, if an environment plays row `seed % n`.
         """
-        first = self.first_env_seed
-        return (mix(self.seed, _ENV_SEEDS) % _MAX_FIRST_SEED if first is None else first) + group
+        return environment_seed(self.seed, group) if self.first_env_seed is None else self.first_env_seed + group
 
     def episode_seed(self, group: int, member: int) -> int:
         """Seed of an episode's first answer: that of the same sample of the same prompt in `rollout(seed=...)`."""
         return child_seed(mix(self.seed, group), member)
+
+
+def environment_seed(root: int, group: int) -> int:
+    """Seed of the environments of one start, in a rollout whose root of all seeds is `root`."""
+    return mix(root, _ENV_SEEDS) % _MAX_FIRST_SEED + group
 
 
 def _spec(env: Any) -> EnvSpec:
@@ -165,7 +187,8 @@ def _count(options: Mapping[str, Any], name: str, default: int) -> int:
     return as_int(name, options.get(name), 1, _MAX_COUNT) or default
 
 
-def _seconds(value: Any) -> float:
+def as_seconds(value: Any) -> float:
+    """Check `episode_timeout`; None is no limit. Raises `RequestError`."""
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

@@ -152,6 +152,10 @@ class Player:
             changes["thinking_budget"] = min(left, left if params.thinking_budget is None else params.thinking_budget)
         return params.clone(**changes) if changes else params
 
+    def note_answer(self, key: int, ask: Ask, sample: CompletionOutput) -> None:
+        """Count an answer to a turn that an earlier process asked for."""
+        self._count_thinking(key, ask, sample)
+
     def _count_thinking(self, key: int, ask: Ask, sample: CompletionOutput) -> None:
         if self._plan.episode_thinking_budget is None:
             return

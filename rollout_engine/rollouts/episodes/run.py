@@ -21,6 +21,7 @@ from rollout_engine.rollouts.episodes.episode import Act, Ask, Consult, Episode,
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.player import Player
+from rollout_engine.rollouts.episodes.tape import Answered, Ended, Returned, Script, open_tape, result_of
 from rollout_engine.rollouts.episodes.tool_functions import tool_messages
 from rollout_engine.text.formats.tool_calls import ToolCalls
 
@@ -66,6 +67,15 @@ class EpisodeRun:
         Raises `RequestError` if the chat template cannot continue conversations.
         """
         self._may_all_fail = may_all_fail
+        self.tape, plan = open_tape(frontend, plan)
+        """The journal, if the rollout has one."""
+        try:
+            self._set_up(frontend, plan, kept_workers)
+        except BaseException:
+            self._close_tape()
+            raise
+
+    def _set_up(self, frontend: Frontend, plan: EpisodePlan, kept_workers: KeptWorkers) -> None:
         self._plan, session = plan, f"episodes-{plan.seed:x}"
         self._own = Player(frontend, plan, session=session, lora=plan.lora)
         """Plays all seats but these, whose engines have adapters of their own."""
@@ -84,6 +94,8 @@ class EpisodeRun:
         )
         self._num_started = 0
         self._running: dict[int, Episode] = {}
+        self._scripts: dict[int, Script] = {}
+        """Events of an earlier process that running episodes have not been through."""
         self._ended: dict[int, list[Episode]] = {}
         """Group -> its episodes that have ended, until all have."""
         self._first_prompts: dict[int, FirstPrompt] = {}
@@ -133,17 +145,21 @@ class EpisodeRun:
         self._has_news.clear()
         for key, result in self._calls.take():
             if key in self._running:
-                self._go_on(self._running[key], self._after(self._running[key], result))
+                self._take_result(self._running[key], result)
         self._end_late()
         for player in self._players:
             player.queue()
         asking = [player for player in self._players if len(player)]
         for player in asking:
             for key, sample in player.read():
+                if self.tape is not None:
+                    self.tape.note(key, sample)
                 self._go_on(self._running[key], self._running[key].take_sample(sample))
         if not asking and self._running:
             self._has_news.wait(_LOOK_SECONDS)
         complete, self._complete = self._complete, []
+        if not self.unfinished and self.tape is not None:
+            self.tape.sync()
         if not self.unfinished and self._failures:
             self._report_failures()
         return complete
@@ -161,6 +177,11 @@ class EpisodeRun:
             with suppress(LifecycleError):
                 player.abort_all()
         self._calls.end()
+        self._close_tape()
+
+    def _close_tape(self) -> None:
+        if self.tape is not None:
+            self.tape.close()
 
     @property
     def _num_episodes(self) -> int:
@@ -172,10 +193,62 @@ class EpisodeRun:
             key = self._num_started
             start, member = divmod(key, self._plan.num_samples)
             group = start if self._plan.starts is None else self._plan.starts[start]
-            self._running[key] = Episode(self._rules, key, group, member, self._plan.episode_seed(group, member))
+            script = Script([]) if self.tape is None else self.tape.script(key)
             self._num_started += 1
+            self._running[key] = episode = self._new_episode(key, group, member)
+            if script.has_end:
+                self._end_again(episode, script)
+                continue
+            self._scripts[key] = script
             self._calls.reset(key, self._plan.env_seed(group))
             heapq.heappush(self._deadlines, (time.monotonic() + self._plan.episode_timeout, key))
+
+    def _new_episode(self, key: int, group: int, member: int) -> Episode:
+        return Episode(self._rules, key, group, member, self._plan.episode_seed(group, member))
+
+    def _end_again(self, episode: Episode, script: Script) -> None:
+        """Take an episode that ended in an earlier process through its events, without its environment."""
+        while not isinstance(event := script.take(), Ended):
+            if isinstance(event, Answered):
+                episode.take_sample(event.sample)
+            else:
+                self._after(episode, event.value if isinstance(event, Returned) else result_of(event))
+        if episode.first_prompt is not None:
+            self._first_prompts.setdefault(episode.group, episode.first_prompt)
+        if episode.ended_by is None and event.is_late:
+            episode.end("episode_timeout")
+        elif episode.ended_by is None:
+            episode.fail(event.error or "It ended in an earlier process.")
+        self._end(episode, is_new=False)
+
+    def _take_result(self, episode: Episode, result: Any) -> None:
+        """Take the result of an episode's environment, tools or function, as an earlier process may have done."""
+        script = self._scripts[episode.key]
+        if script and not script.matches(result):
+            self._restart(episode)
+            return
+        if not script.has_taken and self.tape is not None:
+            self.tape.note(episode.key, result)
+        script.has_taken = False
+        self._go_on(episode, self._after(episode, result))
+
+    def _take_again(self, episode: Episode, needed: Ask | UseTools | Consult, result: Any) -> Next:
+        """Give an episode the result that an earlier process had. Returns `needed` if that is of another kind."""
+        if isinstance(needed, Ask):
+            if not isinstance(result, CompletionOutput) or result.seed != needed.seed:
+                return needed
+            self._player(needed.seat).note_answer(episode.key, needed, result)
+            return episode.take_sample(result)
+        return self._after(episode, result) if isinstance(result, list | str) else needed
+
+    def _restart(self, episode: Episode) -> None:
+        """Begin an episode anew that could not be played again as it was."""
+        assert self.tape is not None, "it has the events"
+        self.tape.note_restart(episode.key)
+        self._calls.close(episode.key)
+        self._scripts[episode.key] = Script([])
+        self._running[episode.key] = self._new_episode(episode.key, episode.group, episode.member)
+        self._calls.reset(episode.key, self._plan.env_seed(episode.group))
 
     def _after(self, episode: Episode, result: Any) -> Next:
         """Give an episode the result of its environment, its tools or a function."""
@@ -194,6 +267,15 @@ class EpisodeRun:
 
     def _go_on(self, episode: Episode, needed: Next) -> None:
         """Carry out the next task of an episode."""
+        script = self._scripts[episode.key]
+        while script and isinstance(needed, Ask | UseTools | Consult):
+            if isinstance(needed, Ask) and not self._starts_like_its_group(episode):
+                return
+            following = self._take_again(episode, needed, script.take_result())
+            if following is needed:
+                self._restart(episode)
+                return
+            needed = following
         if isinstance(needed, Ask):
             if self._starts_like_its_group(episode):
                 self._player(needed.seat).ask(episode.key, needed)
@@ -216,8 +298,12 @@ class EpisodeRun:
         self._end(episode)
         return False
 
-    def _end(self, episode: Episode) -> None:
+    def _end(self, episode: Episode, *, is_new: bool = True) -> None:
+        """Take an episode that has ended out. `is_new`: not in an earlier process."""
         del self._running[episode.key]
+        self._scripts.pop(episode.key, None)
+        if is_new and self.tape is not None:
+            self.tape.note_end(episode.key, is_late=episode.ended_by == "episode_timeout", error=episode.error)
         self._calls.close(episode.key)
         if episode.error is not None:
             self._failures.append((episode.error, self._causes.pop(episode.key, None)))

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,10 @@ from rollout_engine.base.errors import RequestError, RewardError, RolloutEngineE
 from rollout_engine.base.version import VERSION
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.rollouts.agents.agent import Agent
+from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
+from rollout_engine.rollouts.agents.plan import AgentPlan
+from rollout_engine.rollouts.agents.run import AgentRun
 from rollout_engine.rollouts.any_run import AnyRun
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
@@ -50,7 +54,10 @@ class Evaluator:
         num_samples: int,
         k: Sequence[int],
         seed: int,
+        gateway: Callable[..., AgentGateway],
     ) -> None:
+        """`gateway`: `RolloutPolicy.gateway`."""
+        self._gateway = gateway
         self._policy, self._batcher, self._kept_workers = policy, batcher, kept_workers
         self._tasks, self._settings = tasks, sweep.named_settings()
         self._checkpoints = sweep.named_checkpoints(policy.policy_version)
@@ -161,6 +168,12 @@ class Evaluator:
             lora_request=lora,
             options=task.task.chat,
         )
+        if isinstance(task.spec, Agent):
+            options = {**task.task.chat, **task.task.episodes, "env": task.spec}
+            arguments = msgspec.structs.replace(arguments, prompts=task.prompts, options=options)
+            of_agents = AgentPlan.of(frontend, arguments, task.spec)
+            of_agents = msgspec.structs.replace(of_agents, starts=missing.prompts)
+            return AgentRun(of_agents, self._gateway, may_all_fail=may_all_fail)
         if task.spec is not None:
             options = {**task.task.chat, **task.task.episodes, "env": task.spec}
             plan = EpisodePlan.of(frontend, msgspec.structs.replace(arguments, options=options))

@@ -17,6 +17,7 @@ from rollout_engine.base.errors import RequestError, unknown_name
 from rollout_engine.base.pictures import Picture
 from rollout_engine.base.structs import UserStruct
 from rollout_engine.batches.reward_functions import is_listed
+from rollout_engine.rollouts.agents.agent import PREFIX, Agent, as_agent
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS
 from rollout_engine.rollouts.episodes.tool_functions import tool_functions, tool_schemas
 from rollout_engine.rollouts.plan import split_row
@@ -45,7 +46,7 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
     reward_weights: list[float] | None = None
     env: Any = None
     """In place of rows: as in `rollout(env=...)`, such as "reasoning_gym:spell_backward". Prompt i is the start that
-    `reset(seed=first_seed + i)` gives."""
+    `reset(seed=first_seed + i)` gives. "agent:COMMAND" and an `Agent` take rows too, as their tasks."""
     env_options: dict[str, Any] = {}
     """Options of `make_env` if `env` is a name."""
     episodes: dict[str, Any] = {}
@@ -63,8 +64,11 @@ class EvalTask(UserStruct, frozen=True, kw_only=True):  # type: ignore[metaclass
     "answer" of their `info` votes."""
 
     def check(self) -> None:
-        if (self.rows is None) == (self.env is None):
+        is_agent = isinstance(self.env, Agent) or (isinstance(self.env, str) and self.env.startswith(PREFIX))
+        if (self.rows is None) == (self.env is None) and not is_agent:
             raise RequestError("EvalTask needs rows= (with reward_fn=) or env=, one of them.", field="rows")
+        if is_agent and self.first_seed:
+            raise RequestError.for_field("first_seed", self.first_seed, "0 for agents, whose rows are their starts")
         if self.env is None and self.reward_fn is None:
             raise RequestError("reward_fn= is needed beside rows=: it says how good a sample is.", field="reward_fn")
         if self.env is not None and self.reward_fn is not None:
@@ -85,10 +89,10 @@ class PreparedTask(NamedTuple):
     name: str
     num_prompts: int
     prompts: list[Any] | None
-    """None for environments."""
+    """None for environments; the tasks of agents."""
     columns: dict[str, list[Any]]
     reward_fn: Any
-    spec: EnvSpec | None
+    spec: EnvSpec | Agent | None
     answer: Callable[[str], Any] | None
     digest: str
     """Digest of prompts and columns, or of the environment and its options."""
@@ -131,6 +135,12 @@ def _name_task(name: str, given: Any) -> EvalTask:
 
 def _prepare_task(task: EvalTask) -> PreparedTask:
     answer = None if task.answer is None else _function("answer", task.answer)
+    if (agent := as_agent(task.env)) is not None:
+        tasks = _tasks(task)
+        told = [agent.name, tasks, _plain(task.episodes)]
+        return PreparedTask(
+            task, task.name or agent.name, len(tasks), tasks, {}, None, agent, answer, _digest(task, told)
+        )
     if task.env is not None:
         spec = _spec(task)
         told = [spec.name, _plain(spec.arguments), task.first_seed, _plain(task.episodes)]
@@ -155,15 +165,16 @@ def _spec(task: EvalTask) -> EnvSpec:
     return make_env(task.env)
 
 
+def _tasks(task: EvalTask) -> list[Any]:
+    """The tasks of an agent: the rows, or None for each start."""
+    if task.rows is None:
+        return [None] * (task.num_prompts or _NUM_STARTS)
+    rows = _listed(task)
+    return [rows[index] for index in range(min(len(rows), task.num_prompts or len(rows)))]
+
+
 def _read(task: EvalTask) -> tuple[list[Any], dict[str, list[Any]]]:
-    rows = task.rows
-    if isinstance(rows, str | Mapping | RowTable):
-        rows = read_rows(rows)
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or not len(rows):
-        bound = (
-            "at least one row: a list of prompts or of dicts with a prompt, a dict of columns, a data set, or a path"
-        )
-        raise RequestError.for_field("rows", task.rows, bound)
+    rows = _listed(task)
     count = min(len(rows), task.num_prompts or len(rows))
     split = [_split(index, rows[index], task.prompt_column) for index in range(count)]
     names = split[0][1].keys()
@@ -173,6 +184,19 @@ def _read(task: EvalTask) -> tuple[list[Any], dict[str, list[Any]]]:
                 f"rows[{index}]", sorted(columns), f"with the columns of rows[0], {sorted(names)}"
             )
     return [prompt for prompt, _ in split], {name: [columns[name] for _, columns in split] for name in names}
+
+
+def _listed(task: EvalTask) -> Any:
+    """The rows as something with a length and items. Raises `RequestError`."""
+    rows = task.rows
+    if isinstance(rows, str | Mapping | RowTable):
+        rows = read_rows(rows)
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or not len(rows):
+        bound = (
+            "at least one row: a list of prompts or of dicts with a prompt, a dict of columns, a data set, or a path"
+        )
+        raise RequestError.for_field("rows", task.rows, bound)
+    return rows
 
 
 def _split(index: int, row: Any, prompt_column: str) -> tuple[Any, dict[str, Any]]:

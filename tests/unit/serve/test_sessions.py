@@ -116,6 +116,25 @@ def test_other_routes_are_not_below_a_session(agents, session, path):
     assert agents.send("POST", base + path, {}, headers=headers).status_code in (401, 404, 405)
 
 
+def test_the_replica_that_has_a_sessions_kv_is_preferred(agents, session, monkeypatch):
+    frontend, found = agents.app.served.engine.frontend, []
+    add_request = frontend.add_request
+
+    def note_session(*args, **options):
+        found.append(options["session_id"])
+        return add_request(*args, **options)
+
+    monkeypatch.setattr(frontend, "add_request", note_session)
+    agents.chat(session)
+    assert found == [session["id"]]
+
+
+def test_any_name_of_a_model_is_served_in_a_session(agents, session):
+    assert agents.chat(session, CHAT | {"model": "gpt-5"}).json()["model"] == agents.app.served.model
+    headers = {"authorization": "Bearer dummy", "x-api-key": session["api_key"]}
+    assert agents.send("POST", path_of(session), CHAT, headers=headers).status_code == 200
+
+
 def test_models_are_listed_below_a_session(agents, session):
     headers = {"x-api-key": session["api_key"]}
     assert agents.send("GET", path_of(session, "/models"), headers=headers).json()["data"]
@@ -171,7 +190,7 @@ def test_a_streamed_answer_is_repeated_as_it_was(agents, session):
 
 
 def test_a_request_that_failed_is_tried_again(agents, session):
-    body = CHAT | {"logit_bias": {"100000": 1.0}}  # which is noticed behind the begin
+    body = CHAT | {"allowed_token_ids": [10**6]}  # refused once its place in the session is found
     assert [agents.chat(session, body).status_code for _ in range(2)] == [400, 400]
     assert agents.held(session).num_begun == 2 and agents.held(session).num_open == 0
 

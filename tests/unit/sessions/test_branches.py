@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .conftest import FORGETFUL
+from .conftest import FORGETFUL, TEMPLATE
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -156,6 +156,29 @@ def test_calls_are_compared_by_value(talk, returned):
     talk.ask([*messages, user("b")], "two", tools=[TOOL])
     assert talk.began == [("start", -1)]
     assert CALLED + "<eos><tool>3<eos>" in talk.text(talk.session.rows()[0])
+
+
+STRICT = TEMPLATE.replace(
+    "<{{ m.role }}>",
+    "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    "<{{ m.role }}>",
+)
+
+
+def test_a_template_that_wants_calls_before_their_results_is_continued(new_talk):
+    talk = new_talk(STRICT)
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    messages = [user("a")]
+    for number in range(3):
+        sent = {"content": "", "tool_calls": [call({"a": 1}, call_id=f"call_{number}")]}
+        messages = talk.ask(messages, said, message=sent, tools=[TOOL])
+        messages.append({"role": "tool", "content": "3", "tool_call_id": f"call_{number}"})
+    messages = talk.ask(messages, "Three.", tools=[TOOL])
+    talk.ask([*messages, user("b")], "two", tools=[TOOL])
+    talk.check()
+    assert talk.began == [("start", -1)] and talk.text(talk.session.rows()[0]).count(said + "<eos><tool>3<eos>") == 3
+    talk.ask([*messages[:3], user("c")], "two", tools=[TOOL])
+    assert talk.began == [("start", -1), ("rollback", 0)]
 
 
 def test_other_arguments_are_an_edit(talk):

@@ -1,0 +1,87 @@
+"""Episodes of agents that have ended, and their groups."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.rollouts.episodes.episode import EndedBy
+from rollout_engine.sessions.rows import SessionRow
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How one run of an agent has ended."""
+
+    ended_by: EndedBy = "terminated"
+    reward: float | None = None
+    """None: rows have rewards of their own, or there is none."""
+    error: str | None = None
+    """Why it failed; None: it did not."""
+    info: Mapping[str, Any] = {}
+    cause: BaseException | None = None
+    """The exception of this process that made it fail."""
+
+
+class AgentEpisode(msgspec.Struct, frozen=True):
+    """One run of an agent: what its session has recorded, and how it ended."""
+
+    key: int
+    """Number of the episode in the rollout."""
+    group: int
+    member: int
+    """Which of the samples of its start."""
+    seed: int
+    """Base of the seeds of its session's requests."""
+    session_id: str
+    """"" if it ended before it had a session."""
+    rows: Sequence[SessionRow]
+    outcome: Outcome
+
+    @property
+    def samples(self) -> list[CompletionOutput]:
+        """All answers of the policy, each once."""
+        return [sample for row in self.rows for _, sample in row.samples]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def num_turns(self) -> int:
+        """Answers that are in the rows."""
+        return 1 + max((number for row in self.rows for number in row.turns), default=-1)
+
+    @property
+    def reward(self) -> float:
+        """The reward of the episode: its own, or that of its last row with one, else 0."""
+        if self.outcome.reward is not None:
+            return self.outcome.reward
+        return next((row.reward for row in reversed(self.rows) if row.reward is not None), 0.0)
+
+
+class AgentGroup(msgspec.Struct, frozen=True):
+    """The episodes of one start, all of which have ended."""
+
+    index: int
+    episodes: list[AgentEpisode]
+    params: SamplingParams
+    lora: str | None = None
+    """Name of the adapter that sampled; None: the base alone."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled."""
+        return sum(episode.num_tokens for episode in self.episodes)
+
+    @property
+    def samples(self) -> list[CompletionOutput]:
+        """All answers of the policy."""
+        return [sample for episode in self.episodes for sample in episode.samples]
+
+    @property
+    def total_rewards(self) -> list[float]:
+        """Rewards of the episodes that did not fail."""
+        return [episode.reward for episode in self.episodes if episode.outcome.error is None]
