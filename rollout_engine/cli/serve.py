@@ -1,4 +1,4 @@
-"""Serves a model over HTTP, in the dialects of OpenAI, vLLM and SGLang.
+"""Serves a model over HTTP, in the dialects of OpenAI, Anthropic, vLLM and SGLang.
 
     rollout-engine serve Qwen/Qwen3-0.6B
     rollout-engine serve path/of/checkpoint --port 8000 --replicas 2 dtype=bfloat16 max_model_len=4096

@@ -43,8 +43,8 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whether log-probs name tokens as "token_id:7" in requests that do not say. Clients that rebuild ids from
     log-probs want it, since texts of tokens are not unique."""
     separate_reasoning: bool = False
-    """Whether chats give thinking as `reasoning_content`, apart from the content, to requests that do not say
-    (`separate_reasoning`). Responses and messages always have it apart."""
+    """Whether chats give thinking as `reasoning_content`, apart from the content, unless a request has the field
+    `separate_reasoning` itself. Responses and messages always have it apart."""
     max_body_bytes: Positive = 32 << 20
     """Longest body of a request, but for those that bring weights."""
     max_weight_bytes: Positive = 64 << 30

@@ -158,8 +158,11 @@ class Conversation:
 
     def say(self, text: str, written: Message | None = None) -> None:
         """Add the text of an answer, or its message, and the reward given before any."""
-        plain = self._turns.message(text) if self._turns else {"role": "assistant", "content": text}
-        message = plain if written is None else written
+        message: Message = {"role": "assistant", "content": text}
+        if written is not None:
+            message = written
+        elif self._turns is not None:
+            message = self._turns.message(text)
         self._call_ids = [call["id"] for call in message.get("tool_calls", ())]
         self._num_calls += len(self._call_ids)
         self.messages.append(message)

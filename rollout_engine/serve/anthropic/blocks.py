@@ -13,7 +13,8 @@ from rollout_engine.text.formats.answer import AnswerPiece
 
 def write_blocks(answer: Answer, *, hides_thinking: bool) -> list[dict[str, Any]]:
     """The blocks of a whole answer. `hides_thinking`: leave thinking to its signature."""
-    parts, blocks = answer.parts, []
+    parts = answer.parts
+    blocks: list[dict[str, Any]] = []
     if parts.thinking is not None:
         shown = "" if hides_thinking else parts.thinking
         blocks.append(

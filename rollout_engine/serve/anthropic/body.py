@@ -20,7 +20,7 @@ IGNORED = frozenset(
     )
 )
 """Fields that change no token. "beta" is in the query of clients that ask for new features."""
-_EDITS_NOTHING = {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_EDITS_NOTHING: tuple[Any, ...] = {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 PEERS: dict[str, tuple[Any, ...]] = {
     **SAMPLING_PEERS,
     "container": (),

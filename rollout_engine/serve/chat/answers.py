@@ -3,6 +3,7 @@
 This is the one place between the dialects and the formats of answers (`rollout_engine.text.formats`).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from rollout_engine.text.formats.answer import AnswerFormat, AnswerParts, Answer
 from rollout_engine.text.formats.choose import answer_format, call_format
 from rollout_engine.text.formats.make import THINKING, make_format
 from rollout_engine.text.formats.tagged import TaggedFormat
+
+_CLOSING = re.compile(r"</[\w:]+>|\[/\w+\]|<\|?\w+\|>")
+"""The tag behind thinking, as the families write it."""
 
 
 class AnswerReader:
@@ -67,10 +71,10 @@ class AnswerReader:
             return 0
         codec = self._served.codec
         text = codec.decode(token_ids)
-        closing = text.find("</", max(text.find(parts.thinking), 0) + len(parts.thinking))
-        if closing < 0 or parts.is_thinking:
+        closing = _CLOSING.search(text, max(text.find(parts.thinking), 0) + len(parts.thinking))
+        if closing is None or parts.is_thinking:
             return len(token_ids)
-        left = len(text[: text.find(">", closing) + 1].encode())
+        left = len(text[: closing.end()].encode())
         for number, token_id in enumerate(token_ids):
             if left <= 0:
                 return number

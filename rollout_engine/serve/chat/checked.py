@@ -6,7 +6,7 @@ from typing import Any
 from rollout_engine.base.errors import RequestError, unknown_name
 from rollout_engine.text.picture_processor import ReadPicture
 
-ABSENT = (None, False, [], {})
+ABSENT: tuple[Any, ...] = (None, False, [], {})
 
 
 def as_object(value: Any, field: str, bound: str = "an object") -> dict[str, Any]:

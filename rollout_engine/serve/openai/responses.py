@@ -99,7 +99,7 @@ class _ResponsesCall(PieceCall):
     def write_start(self) -> Iterable[Any]:
         response = self._response("in_progress", [])
         kinds = "response.created", "response.in_progress"
-        return [self._numbered({"type": kind, "response": response}) for kind in kinds]
+        return [self._number_event({"type": kind, "response": response}) for kind in kinds]
 
     def write_sample(self, sample: CompletionOutput, pieces: list[AnswerPiece]) -> Iterable[Any]:
         if self._body.includes_logprobs:
@@ -107,7 +107,7 @@ class _ResponsesCall(PieceCall):
         for piece in pieces:
             logprobs = self._take_logprobs() if piece.kind == "text" else []
             for event in self._items.write(piece, logprobs):
-                yield self._numbered(event)
+                yield self._number_event(event)
 
     def _take_logprobs(self) -> list[Any]:
         """The log-probs of tokens behind the thinking that have not been sent."""
@@ -123,17 +123,17 @@ class _ResponsesCall(PieceCall):
     def write_end(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> Iterable[Any]:
         status = _status(sample)
         for event in self._items.close(status=status, logprobs=self._take_logprobs()):
-            yield self._numbered(event)
+            yield self._number_event(event)
         response = self._whole(result, sample, answer, self._items.items)
-        yield self._numbered({"type": f"response.{status}", "response": response})
+        yield self._number_event({"type": f"response.{status}", "response": response})
 
     def write_problem(self, problem: BaseException) -> Any:
         said = problem_body(problem, "openai")["error"]
         error = {"code": "server_error", "message": said["message"]}
         response = self._response("failed", self._items.items, error=error)
-        return self._numbered({"type": "response.failed", "response": response})
+        return self._number_event({"type": "response.failed", "response": response})
 
-    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+    def _number_event(self, event: dict[str, Any]) -> dict[str, Any]:
         self._number += 1
         return {**event, "sequence_number": self._number - 1}
 

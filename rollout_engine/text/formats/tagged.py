@@ -7,7 +7,8 @@ from typing import NamedTuple
 from rollout_engine.base.tool_call import ToolCall
 from rollout_engine.text.formats.answer import AnswerParts, AnswerPiece
 from rollout_engine.text.formats.call_reader import CallReader, Found, Schemas, first_of
-from rollout_engine.text.formats.tool_calls import MAX_CALLS, PROMPT_END, opens_thinking
+from rollout_engine.text.formats.json_calls import MAX_CALLS
+from rollout_engine.text.formats.tool_calls import PROMPT_END, opens_thinking
 from rollout_engine.text.formats.transcript import Spell, Transcript, find_tags, written_text
 from rollout_engine.text.formats.words import Words, join_words
 from rollout_engine.text.tokenizer import TextCodec

@@ -23,6 +23,8 @@ class TextCalls:
 
     def find(self, full: str, start: int, is_thinking: bool | None, tools: Schemas) -> list[Found]:
         text, places = _without_marks(full[start:])
+        if not self._opening and is_thinking is False and text.lstrip().startswith(_THINKING):
+            return []  # of bare calls, nothing may stand before the first
         parsed = parse_typed_calls(text, self._form, tools, is_thinking=is_thinking)
         return [
             Found(

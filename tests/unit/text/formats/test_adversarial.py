@@ -3,10 +3,14 @@
 import random
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rollout_engine.base.tool_call import BrokenCall, ToolCall
 from rollout_engine.text.formats.answer import AnswerParts
 from rollout_engine.text.formats.make import THINKING
+from rollout_engine.text.formats.tool_calls import FRAMED_TAGS, opens_thinking, parse_typed_calls
+from rollout_engine.text.tokenizer import TextCodec
 
 from .answers import (
     ARGUMENTS,
@@ -222,3 +226,43 @@ def test_other_python_is_a_broken_call(code):
     codec = codec_with([])
     [broken] = both_ways(format_of("pythonic", codec), codec, codec.encode(code, add_special_tokens=False)).found
     assert isinstance(broken, BrokenCall)
+
+
+TEXT_FORMS = {"hermes": "think", "llama3": "think", "xml": "think", "glm": "think", "seed": "seed"}
+
+
+@pytest.mark.parametrize("name", TEXT_FORMS)
+def test_forms_that_are_read_in_text_have_the_same_calls_as_ever(name):
+    rng, codec = random.Random(name), codec_with([])
+    form, tags = format_of(name, codec), THINKING[TEXT_FORMS[name]]
+    words = [answer for each, _, answer, _ in WHOLE if each == name]
+    words += [tags.opening, tags.closing, *FRAMED_TAGS.get(name, ("{", "}")), ARGUMENTS, " ", "\n", "word"]
+    for _ in range(300):
+        answer = "".join(rng.choice(words) for _ in range(rng.randrange(1, 8)))
+        prompt = rng.choice(("", f"{tags.opening}\n"))
+        known = parse_typed_calls(answer, name, TOOLS, is_thinking=opens_thinking(prompt))
+        found = form.read(codec.encode(answer, add_special_tokens=False), answer, prompt_end=prompt, tools=TOOLS)
+        assert found.calls == known.calls
+        assert [each.text for each in found.broken] == [each.text for each in known.broken]
+
+
+def metaspace_codec(tags):
+    """A tokenizer of characters that spells spaces as SentencePiece does, in which these texts are special tokens."""
+    characters = [chr(each) for each in range(33, 127)] + ["\u2581", "\n"]
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "</s>", *characters])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
+    hf = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", clean_up_tokenization_spaces=False)
+    hf.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in tags], special_tokens=True)
+    return TextCodec(hf)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma", "kimi", "harmony"])
+def test_tokenizers_that_decode_by_a_window_are_read_alike(name):
+    codec = metaspace_codec(tags_of(name))
+    form = format_of(name, codec)
+    for each, prompt, answer, parts in WHOLE:
+        if each == name:
+            token_ids = codec.encode(answer + "</s>", add_special_tokens=False)
+            assert both_ways(form, codec, token_ids, prompt_end=prompt) == parts

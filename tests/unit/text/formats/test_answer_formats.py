@@ -30,6 +30,8 @@ def test_an_answer_is_divided(name, prompt, answer, parts, kind):
     rng = random.Random(answer)
     for _ in range(20):
         assert read_in_pieces(form, token_ids, text, rng, prompt_end=ids_of_prompt, tools=TOOLS) == parts
+        shows = {"prompt_end": prompt, "tools": TOOLS, "skip_special_tokens": False}
+        assert read_in_pieces(form, token_ids, whole, rng, **shows) == parts
 
 
 @pytest.mark.parametrize("name, prompt, answer, parts", WHOLE, ids=NAMES)
