@@ -181,6 +181,12 @@ def test_episodes_without_an_answer_are_empty_rows(policy):
     assert batch["next", "reward"].flatten().tolist() == [1.0] * 4
 
 
+def test_params_of_token_ids_are_forced_too(policy):
+    params = SamplingParams(max_tokens=8, logit_bias={70: 100.0})
+    batch = policy.rollout(TASKS, params, env=Agent(converse), seed=1, use_tqdm=False)
+    assert set(batch["tokens", "full"][batch["masks", "all_assistant_mask"]].tolist()) == {70}
+
+
 def test_all_that_fail_raise_the_first_fault(policy):
     with pytest.raises(EpisodeError, match="All 4 episodes failed; the first: sh -c 'exit 3': it exited with status 3"):
         play(policy, Agent(["sh", "-c", "exit 3"]))

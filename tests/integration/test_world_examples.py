@@ -95,7 +95,7 @@ def test_training_an_agent_writes_its_record(options, tmp_path):
 def test_the_model_behind_an_agent_learns_to_call_its_calculator(agent, tmp_path):
     rows = [row for row in load("train_agent").main([agent, "--threads", "--out", str(tmp_path)]) if "calls" in row]
     assert rows[0]["calls"] < 0.2 and rows[-1]["calls"] > 0.9
-    assert rows[0]["accuracy"] < 0.3 and rows[-1]["accuracy"] > 0.9
+    assert rows[0]["accuracy"] < 0.3 and rows[-1]["accuracy"] > 0.7
 
 
 @pytest.mark.slow

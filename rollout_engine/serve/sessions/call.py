@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import msgspec
-
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.sampling_params import SamplingParams
@@ -128,7 +126,7 @@ class SessionCall:
         sampling = {name: value for name, value in self._session.sampling.items() if name != "seed"}
         if not sampling and params.logprobs is not None:
             return params
-        key = id(params), msgspec.json.encode(sampling, order="sorted").decode()
+        key = id(params), repr(sorted(sampling.items()))
         known = self._forced.get(key)
         if known is None:
             changes = {**sampling, "logprobs": max(params.logprobs or 0, sampling.get("logprobs") or 0)}
