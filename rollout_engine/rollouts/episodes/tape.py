@@ -175,6 +175,8 @@ class EpisodeTape:
             digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
+        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+            return
         self._live = version
         if self._versions.get(version) != digest:
             self._write(LiveDigest(version, digest))
