@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from rollout_engine.base.errors import LifecycleError, RequestError, RetryableError
+from rollout_engine.base.errors import EngineDeadError, LifecycleError, RequestError, RetryableError
 from rollout_engine.base.outputs import RequestOutput
 from rollout_engine.base.sampling_params import as_sampling_params
 from rollout_engine.batches.summary import RolloutBatch
@@ -127,7 +127,11 @@ class RolloutCollector:
         with self._use():
             if self._is_closed:
                 raise LifecycleError("This collector is closed; policy.collect makes a new one.")
-            self._frontend.require_running("collect")
+            try:
+                self._frontend.require_running("collect")
+            except EngineDeadError:
+                self.close()
+                raise
             try:
                 with held():
                     return self._collect()

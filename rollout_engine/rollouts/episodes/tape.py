@@ -176,6 +176,8 @@ class EpisodeTape:
             digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
+        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+            return
         self._live = version
         if self._versions.get(version) != digest:
             self._write(LiveDigest(version, digest))
@@ -267,7 +269,8 @@ def _record_of(key: int, result: Any) -> Played:
     if isinstance(result, EnvFailure):
         return Played(key, failure=result.reason)
     if isinstance(result, Began):
-        return Played(key, began=msgspec.structs.replace(result, observation=_plain(result.observation)))
+        plain = {"observation": _plain(result.observation), "tools": plain_data(result.tools)}
+        return Played(key, began=msgspec.structs.replace(result, **plain))
     if isinstance(result, Observation):
         return Played(key, observation=_plain(result))
     return Played(key, failure=f"The function of its seat returned {type(result).__name__}, not a text.")

@@ -78,12 +78,14 @@ def _read_frame(data: bytes, start: int, seed: int) -> Frame | None:
         return None
     length, crc, checksum = _HEADER.unpack_from(data, start)
     if crc != zlib.crc32(_CHECKED.pack(length, checksum)):
-        return _require_lost_sectors(data, start, body, "the header")
+        _require_lost_sectors(data, start, body, "the header")
+        return None
     if body + length > len(data):
         return None
     payload = data[body : body + length]
     if xxhash.xxh3_64_intdigest(payload, seed=seed) != checksum:
-        return _require_lost_sectors(data, start, body + length, "the content")
+        _require_lost_sectors(data, start, body + length, "the content")
+        return None
     return Frame(start, payload, checksum)
 
 

@@ -99,10 +99,12 @@ class GroupJournal:
         if self._journal is None or (version == self._live and self._digest):
             return
         try:
-            self._digest = self._weights.read_digest()
+            digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
-        self._live = version
+        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+            return
+        self._live, self._digest = version, digest
         if self.position.weights.get(version) != self._digest:
             self._write(Weights(version, self._digest))
 

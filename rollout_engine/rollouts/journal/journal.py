@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -43,7 +43,14 @@ _MAX_BYTES = (1 << 32) - 1
 """Bytes of a record at most."""
 _open: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 """Open journals of this process. A fork of it closes them: it would hold the lock when its parent is dead."""
-os.register_at_fork(after_in_child=lambda: [journal.close() for journal in _open])
+
+
+def _close_in_fork() -> None:
+    for journal in [*_open]:
+        journal.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class JournalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +240,7 @@ class Journal:
 
     def _read_segment(
         self, number: int, earlier: tuple[int, int] | None, *, is_last: bool
-    ) -> Iterator[tuple[Location, Head | bytes]]:
+    ) -> Generator[tuple[Location, Head | bytes], None, tuple[int, int]]:
         """Read one segment; `earlier`: size and last checksum of the one before. Returns its own."""
         path = self._path(number)
         try:
