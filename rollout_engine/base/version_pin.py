@@ -9,13 +9,18 @@ Standing = Literal["in range", "early", "over"]
 """The live version against those that a request asks for: it may begin, has to wait, or never begins."""
 
 
+def is_pinned(params: SamplingParams) -> bool:
+    """Whether `params` ask for a version at all."""
+    return params.policy_version is not None or params.min_policy_version is not None
+
+
 def standing_of(params: SamplingParams, live: int, *, has_tokens: bool = False) -> Standing:
     """Compare the live version with those that `params` ask for.
 
     `has_tokens`: an engine that is gone has begun the request, in range; out of range it does not continue.
     """
     exact, least = params.policy_version, params.min_policy_version
-    if (exact is None and least is None) or live == exact or (least is not None and live >= least):
+    if not is_pinned(params) or live == exact or (least is not None and live >= least):
         return "in range"
     is_past = exact is not None and live > exact
     return "over" if is_past or has_tokens or params.version_wait == "end" else "early"
