@@ -52,7 +52,7 @@ def check_standing(params: SamplingParams, live: int, *, has_tokens: bool = Fals
 
 
 def describe_end(params: SamplingParams, live: int) -> str:
-    """Say why a request ended without all its tokens: the live version is out of its range."""
+    """Word the `error` of a request that ended without all its tokens: the live version is out of its range."""
     what = f"The request asks for {_asked(params)}, and version {live} is live"
     return f"{what}: its tokens so far are in range, and none would follow. Sample it again under a later version."
 
