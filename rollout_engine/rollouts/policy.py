@@ -143,10 +143,9 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
                 list of functions gives the sum, weighted by `reward_weights` or 1.0, and ("rewards", NAME) for each.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.base.seeds`; None leaves seeds to the sampling params and the engine.
-            oversample: samples to start per prompt; the first `num_samples` to end are returned, the others aborted
-                ("num_dropped"). Biased, unlike `collect`: short answers end first, and a policy learns to be brief.
+            oversample: samples to start per prompt; the first `num_samples` to end are kept: biased to short answers.
             session_id, lora_request, policy_version, min_policy_version: as in `LLM.generate`.
-            on_group, log_to: a function of each group's TensorDict, once that is complete, and a file of all for `replay`.
+            on_group, log_to: a function of each group's TensorDict once it is complete, and a file of all for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
                 tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
             options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
@@ -160,9 +159,8 @@ class RolloutPolicy(PictureFeatureMethods, ReplicaMethods, DistributionMethods, 
         self.frontend.require_running("rollout")
         start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         scores = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
-        arguments = RolloutArguments(
-            *given, session_id, lora_request, options, scores, policy_version, min_policy_version
-        )
+        more = session_id, lora_request, options, scores, policy_version, min_policy_version
+        arguments = RolloutArguments(*given, *more)
         run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
