@@ -110,7 +110,8 @@ class RolloutArguments(msgspec.Struct, frozen=True):
 def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
     """Make one task for each prompt. Raises `RequestError` if the arguments do not fit together."""
     prompts = _as_list(arguments.prompts)
-    arguments, params, columns = arguments.normalize(), arguments.sampling_params, arguments.columns or {}
+    arguments = arguments.normalize()
+    params, columns = arguments.sampling_params, arguments.columns or {}
     if not isinstance(params, list | tuple):
         params = [as_sampling_params(params)] * len(prompts)
     _same_length("sampling_params", params, prompts)
