@@ -194,8 +194,8 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Begin once this policy version or a later one is live; updates in flight are as for any request. Not together
     with `policy_version`."""
     version_wait: VersionWait = "wait"
-    """What a request does whose version is not live: "wait" for it; "refuse": raise `RetryableError` (HTTP 503) for a
-    later version; "end": end at once, as if an update had ended it, whether the version is past or to come."""
+    """How a request outside of its version is treated. "wait": it waits for a later one. "refuse": it raises
+    `RetryableError` (HTTP 503) instead. "end": for a later or an earlier version, it ends at once, as at an update."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")

@@ -9,13 +9,18 @@ Standing = Literal["in range", "early", "over"]
 """The live version against those that a request asks for: it may begin, has to wait, or never begins."""
 
 
+def is_pinned(params: SamplingParams) -> bool:
+    """Whether `params` ask for a version at all."""
+    return params.policy_version is not None or params.min_policy_version is not None
+
+
 def standing_of(params: SamplingParams, live: int, *, has_tokens: bool = False) -> Standing:
     """Compare the live version with those that `params` ask for.
 
     `has_tokens`: an engine that is gone has begun the request, in range; out of range it does not continue.
     """
     exact, least = params.policy_version, params.min_policy_version
-    if (exact is None and least is None) or live == exact or (least is not None and live >= least):
+    if not is_pinned(params) or live == exact or (least is not None and live >= least):
         return "in range"
     is_past = exact is not None and live > exact
     return "over" if is_past or has_tokens or params.version_wait == "end" else "early"
@@ -41,14 +46,14 @@ def check_standing(params: SamplingParams, live: int, *, has_tokens: bool = Fals
         hint = "An earlier version does not return; sample under the live one, or wait for a later one."
         raise RequestError.for_field("policy_version", params.policy_version, f"at least {live}, the live one", hint)
     if params.version_wait == "refuse":
-        what = f"{_asked(params)}, and the live version is {live} (version_wait='refuse')"
+        what = f"{_word_pin(params)}, and the live version is {live} (version_wait='refuse')"
         raise RetryableError(f"The request asks for {what}: send it again after the next weight update.")
     return standing
 
 
 def describe_end(params: SamplingParams, live: int) -> str:
-    """Say why a request ended without all its tokens: the live version is out of its range."""
-    what = f"The request asks for {_asked(params)}, and version {live} is live"
+    """Word the `error` of a request that ended without all its tokens: the live version is out of its range."""
+    what = f"The request asks for {_word_pin(params)}, and version {live} is live"
     return f"{what}: its tokens so far are in range, and none would follow. Sample it again under a later version."
 
 
@@ -70,7 +75,7 @@ def with_versions(params: Any, policy_version: int | None, min_policy_version: i
     return checked.clone(**changes)
 
 
-def _asked(params: SamplingParams) -> str:
+def _word_pin(params: SamplingParams) -> str:
     if params.policy_version is not None:
         return f"policy_version={params.policy_version}"
     return f"min_policy_version={params.min_policy_version}"

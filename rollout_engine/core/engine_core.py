@@ -230,8 +230,7 @@ class EngineCore:
         """The weights are now `version`'s. Called between steps; returns the number of live requests.
 
         kv="keep": sequences continue on the KV they have. kv="recompute": they compute it again under the new weights;
-        always so when `version` does not grow, since the version would no longer distinguish old KV from new. Requests
-        that ask for other versions end; those that have waited for this one begin.
+        always so if `version` does not grow: it would not distinguish old KV. Requests for other versions end.
         """
         if kv not in ("keep", "recompute"):
             raise WeightUpdateError(f"kv={kv!r} is not allowed: must be 'keep' or 'recompute'.")

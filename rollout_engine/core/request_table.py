@@ -128,14 +128,14 @@ class RequestTable:
         """Number of requests that wait for their preparation."""
         return len(self._preparing)
 
-    def check_integrity(self, admits: bool, live: int, num_queued: int) -> None:
+    def check_integrity(self, admits: bool, version: int, num_queued: int) -> None:
         """Assert that requests, sequences and the scheduler's queues, with `num_queued` sequences, agree.
 
-        `admits`: whether requests for version `live` are not held.
+        `admits`: whether requests for `version`, the live one, are not held.
         """
         assert self._held.keys() <= self.by_id.keys(), "a request is held that has ended"
         assert self._preparing.keys() <= self.by_id.keys(), "a request is prepared that has ended"
-        standings = {standing_of(request.source.params, live) for request in self._held.values()}
+        standings = {standing_of(request.source.params, version) for request in self._held.values()}
         assert not admits or standings <= {"early"}, "requests are held though the engine runs"
         assert "over" not in standings, "a request waits for a version that is past"
         known = {s.sequence_id: s for request in self.by_id.values() for s in request.sequences}

@@ -10,6 +10,7 @@ from rollout_engine.base.lora_request import LoRALike
 from rollout_engine.base.sampling_params import MAX_N, SamplingParams, as_sampling_params
 from rollout_engine.base.seeds import MAX_SEED, MIN_SEED, mix
 from rollout_engine.base.structs import plain
+from rollout_engine.base.version_pin import with_versions
 from rollout_engine.batches.layout import RESERVED_KEYS
 from rollout_engine.batches.reward_functions import ARGUMENTS, RewardFunctions
 from rollout_engine.batches.rollout_batch import Layout
@@ -78,11 +79,14 @@ class RolloutArguments(msgspec.Struct, frozen=True):
     """`ChatOptions`, and in a rollout `EpisodeOptions`."""
     teachers: "TeacherChecks | None" = None
     """The rollout's teachers."""
+    policy_version: int | None = None
+    min_policy_version: int | None = None
 
     def normalize(self) -> "RolloutArguments":
-        """The same with Python's own numbers. Raises `RequestError` for a number out of bounds."""
+        """The same with Python's own numbers, and versions as sampling parameters. Raises `RequestError`."""
         return msgspec.structs.replace(
             self,
+            sampling_params=with_versions(self.sampling_params, self.policy_version, self.min_policy_version),
             seed=as_int("seed", self.seed, MIN_SEED, MAX_SEED),
             num_samples=as_int("num_samples", self.num_samples, 1, MAX_N),
             oversample=as_int("oversample", self.oversample, 1, MAX_N),
@@ -106,7 +110,8 @@ class RolloutArguments(msgspec.Struct, frozen=True):
 def prompt_tasks(arguments: RolloutArguments) -> list[GroupTask]:
     """Make one task for each prompt. Raises `RequestError` if the arguments do not fit together."""
     prompts = _as_list(arguments.prompts)
-    arguments, params, columns = arguments.normalize(), arguments.sampling_params, arguments.columns or {}
+    arguments = arguments.normalize()
+    params, columns = arguments.sampling_params, arguments.columns or {}
     if not isinstance(params, list | tuple):
         params = [as_sampling_params(params)] * len(prompts)
     _same_length("sampling_params", params, prompts)

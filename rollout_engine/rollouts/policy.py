@@ -20,7 +20,6 @@ from rollout_engine.base.provenance import attach
 from rollout_engine.base.sampling_params import MAX_N, SamplingLike
 from rollout_engine.base.seeds import MAX_SEED
 from rollout_engine.base.threads import no_thread, run_in_thread
-from rollout_engine.base.version_pin import with_versions
 from rollout_engine.batches.reward_functions import RewardFunctions
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.faces.async_llm import AsyncLLM
@@ -142,19 +141,14 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
             sampling_params: one for all, or one per prompt; a dict of their fields will do. Log-probs are always on.
             columns: name -> one value per prompt. They reach the result and, repeated per sample, the reward function.
             reward_fn: `reward_fn(prompts, completions, completion_ids, **columns)` gives one number per completion, or
-                None if it does not apply; called per group as it finishes, with the arguments that it names
-                (`batches.reward_functions`). May be async. Completions are texts, or lists of one message if the
-                prompt was a plain list of messages. A list of functions gives the sum, weighted by `reward_weights` or
-                1.0, and ("rewards", NAME) for each.
+                None; called per group as it finishes, with the arguments that it names (`batches.reward_functions`).
+                May be async. Completions are texts, or lists of one message if the prompt was a list of messages. A
+                list of functions gives the sum, weighted by `reward_weights` or 1.0, and ("rewards", NAME) for each.
             seed: sample i of prompt p is drawn with sequence seed child_seed(mix(seed, p), i), both functions of
                 `rollout_engine.base.seeds`; None leaves seeds to the sampling params and the engine.
-            oversample: samples to start per prompt; the first `num_samples` to end are returned, the others aborted
-                ("num_dropped"). Biased, unlike `collect`: short answers end first, and a policy learns to be brief.
-            session_id, lora_request: as in `LLM.generate`; prompts of one session go to the replica that has their KV.
-            policy_version, min_policy_version: those of `SamplingParams`; `RetryableError` if an update by another
-                thread ends a sample.
-            on_group: called with the TensorDict of each group as soon as it is complete.
-            log_to: a file to append each group to, with its settings (`rollout_engine.rollouts.log`) for `replay`.
+            oversample: samples to start per prompt; the first `num_samples` to end are kept: biased to short answers.
+            session_id, lora_request, policy_version, min_policy_version: as in `LLM.generate`.
+            on_group, log_to: a function of each group's TensorDict once it is complete, and a file of all for `replay`.
             teachers, teacher_top_k: models that score the sampled tokens once all are there, and their k most likely
                 tokens or the policy's ("student"): columns `TeacherColumns`. `on_group` and `log_to` get none.
             options: `ChatOptions` of conversations, `EpisodeOptions` of episodes (`rollout(None, params, env=...)`).
@@ -164,17 +158,17 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         `RewardError` naming the prompt. `LifecycleError` while paused or asleep; if another thread pauses later, it
         waits for the resume, or raises `RetryableError` if that (sleep, update) aborts a group: none is cut short.
         """
-        params = with_versions(sampling_params, policy_version, min_policy_version)
-        given = (prompts, params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
+        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         self.frontend.require_running("rollout")
         start, listeners = time.perf_counter(), self._listeners(on_group, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
-        arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
+        more = session_id, lora_request, options, columns_of, policy_version, min_policy_version
+        arguments = RolloutArguments(*given, *more)
         run = begin_run(arguments, self.frontend, self._kept_workers, self.rollout, gateway=self.gateway)
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
-        return with_teachers(columns_of, self._batcher.batch(groups, layout), groups)
+        return with_teachers(scores, self._batcher.batch(groups, layout), groups)
 
     async def arollout(
         self,
@@ -204,15 +198,15 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         asleep it waits for another task to resume, or is turned away, by `EngineConfig.admission`. A group that an
         abort cuts short is not yielded: `RetryableError` is raised.
         """
-        params = with_versions(sampling_params, policy_version, min_policy_version)
-        given = (prompts, params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
+        given = (prompts, sampling_params, num_samples, columns, reward_fn, reward_weights, seed, layout, oversample)
         loop = asyncio.get_running_loop()
         step: asyncio.Future[Sequence[Any]] | None = None
         if lora_request is not None:
             await run_in_thread(self.frontend.ensure_loras, lora_request)
         listeners = await run_in_thread(self._listeners, None, log_to, lora_request)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
-        arguments = RolloutArguments(*given, session_id, lora_request, options, columns_of)
+        more = session_id, lora_request, options, columns_of, policy_version, min_policy_version
+        arguments = RolloutArguments(*given, *more)
         run = begin_run(arguments, self.frontend, self._kept_workers, self.arollout, loop, gateway=self.gateway)
         try:
             while run.unfinished:

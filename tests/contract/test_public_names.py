@@ -113,7 +113,8 @@ FIELDS = {
     "seed logprobs logprobs_mode detokenize skip_special_tokens include_stop_str_in_output truncate_prompt_tokens "
     "spaces_between_special_tokens stop_regex logprob_token_ids "
     "output_kind repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words "
-    "prompt_logprobs extra_args return_routed_experts return_support entropy return_hidden_states",
+    "prompt_logprobs extra_args return_routed_experts return_support entropy return_hidden_states "
+    "policy_version min_policy_version version_wait",
     "PoolingParams": "kind normalize step_token_ids",
     "PoolingRequestOutput": "request_id prompt_token_ids outputs finished num_cached_tokens",
     "RequestOutput": "request_id prompt prompt_token_ids prompt_logprobs outputs finished num_cached_tokens metrics",

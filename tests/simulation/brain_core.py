@@ -8,11 +8,14 @@ from rollout_engine.base.errors import (
     EngineDeadError,
     RequestError,
     RetryableError,
+    RolloutEngineError,
     TransferTimeoutError,
     WeightUpdateError,
 )
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
+from rollout_engine.base.version_pin import check_standing, ends_at_commit
 from rollout_engine.fleet.run.member import Member
 from rollout_engine.process.client_routing import first_sequence_of
 from tests.simulation.brain_world import Call, Pipe, World
@@ -71,6 +74,7 @@ class BrainCore:
         self._is_lost = self._is_armed = self._is_draining = False
         self._sequences: dict[int, tuple[int, list[int], int]] = {}
         """Sequence id -> seed, tokens, most tokens."""
+        self._params: dict[int, SamplingParams] = {}
         self._to_core, self._to_client = Pipe(world), Pipe(world)
         self._calls: list[Call] = []
         self._after_answer: EngineCoreOutputs | None = None
@@ -129,6 +133,7 @@ class BrainCore:
             self._after_answer = self._computed()
         self.weights, self._staged = self._staged, None
         self.policy_version = self.weights.version
+        self._end_out_of_range(self.weights.version)
         if self._world.strikes("half a commit"):
             self.weights = None
             return DirtyWeightsError("some tensors are new")
@@ -137,6 +142,16 @@ class BrainCore:
         if self._world.strikes("late commit"):
             return TransferTimeoutError("the answer came too late")
         return self._report
+
+    def _end_out_of_range(self, version: int) -> None:
+        """End the sequences that ask for another version, behind the tokens that they have."""
+        out = [id for id in self._sequences if ends_at_commit(self._params[id], version, has_begun=True)]
+        for id in out:
+            del self._sequences[id]
+        outputs = self._after_answer or EngineCoreOutputs(version)
+        outputs.ended += [_end(id, self._params[id]) for id in out]
+        if self._after_answer is None and out:
+            self._tell(outputs)
 
     def drop_staged_weights(self) -> Report | None:
         """Drop what is staged; the report of the last update if that was committed."""
@@ -212,9 +227,19 @@ class BrainCore:
             self._world.refused.add(first - self._first)
             self._to_client.send(self._say, Member.refuse, first, RequestError("it is not taken"))
             return
-        for index in range(request.params.n):
-            seed = child_seed(request.seed, index)
-            self._sequences[first + index] = seed, list(request.output_token_ids), request.max_tokens
+        ids = range(first, first + request.params.n)
+        try:
+            standing = check_standing(request.params, self.policy_version, has_tokens=bool(request.output_token_ids))
+        except RolloutEngineError as error:  # it has committed, and the brain has not heard of it
+            self._to_client.send(self._say, Member.refuse, first, error)
+            return
+        assert standing != "early", f"request {first} was sent to a replica of version {self.policy_version}"
+        if standing == "over":
+            self._tell(EngineCoreOutputs(self.policy_version, ended=[_end(id, request.params) for id in ids]))
+            return
+        for index, id in enumerate(ids):
+            self._sequences[id] = child_seed(request.seed, index), list(request.output_token_ids), request.max_tokens
+            self._params[id] = request.params
         self._arm()
 
     def _abort(self, sequence_ids: Sequence[int]) -> None:
@@ -296,3 +321,8 @@ class BrainCore:
         for call in calls:
             call.end(EngineDeadError("the core is gone"))
         self._listener.fail_all(EngineDeadError("the core is gone"))
+
+
+def _end(sequence_id: int, params: SamplingParams) -> SequenceEnd:
+    """The end of a sequence that asks for another version than the live one."""
+    return SequenceEnd(sequence_id, "abort", error=f"policy_version={params.policy_version} is past")

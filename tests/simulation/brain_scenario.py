@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import cache
 
 from rollout_engine.base.errors import EngineDeadError, RolloutEngineError
-from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
+from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import child_seed, mix
+from rollout_engine.base.version_pin import is_pinned, standing_of
 from rollout_engine.engine.client import Route
 from rollout_engine.fleet.run.client import FleetClient
 from tests.simulation.brain_core import END_TOKEN, HANG_SECONDS, BrainCore, spelled
@@ -55,7 +56,7 @@ class BrainUsers:
         replica = choices.pick(serving) if session is None and serving and choices.chance(0.1) else None
         request = EngineCoreRequest(
             prompt_token_ids=[3 + choices.below(4)] * 3,
-            params=_params(n),
+            params=_params(n) if session is not None else self._pinned(n),
             max_tokens=most,
             seed=mix(5, first),
             first_sequence_id=first,
@@ -68,6 +69,21 @@ class BrainUsers:
             self._client.add_request(request, Route(session, replica))
         except RolloutEngineError as error:
             self.refuse(first, error)
+
+    def _pinned(self, n: int) -> SamplingParams:
+        """Parameters that may ask for a version: the newest that is known, one before or one to come."""
+        choices = self._world.choices
+        name = choices.pick((None, None, None, "policy_version", "min_policy_version"))
+        if name is None:
+            return _params(n)
+        version = max(0, self._client.policy_version + choices.pick((0, 0, 1, 1, 2, -1)))
+        return _params(n).clone(**{name: version, "version_wait": choices.pick(("wait", "wait", "refuse", "end"))})
+
+    def abort_pinned(self) -> None:
+        """Abort the sequences whose version may never come."""
+        waiting = [id for id in self.open if is_pinned(self._requests[id].params)]
+        self._aborted.update(waiting)
+        self._client.abort(waiting)
 
     def abort(self) -> None:
         """Abort sequences, of which some have ended, and some are told twice."""
@@ -89,6 +105,8 @@ class BrainUsers:
             least = self._least[sequence_id]
             assert version >= least, f"a token of version {version}, asked for after the commit of {least} was noted"
             assert version not in self._world.refuted, f"a token of version {version}, whose update has failed"
+            in_range = standing_of(request.params, version) == "in range"
+            assert in_range, f"sequence {sequence_id} has a token of version {version}: {request.params}"
             seed = child_seed(request.seed, sequence_id - request.first_sequence_id)
             expected = spelled(seed, len(said), self._world.digests[version])
             assert token == expected, f"sequence {sequence_id}: token {len(said)} is not that of version {version}"
@@ -100,10 +118,16 @@ class BrainUsers:
             is_so = {
                 "stop": said[-1:] == [END_TOKEN],
                 "length": len(said) == most,
-                "abort": end.sequence_id in self._aborted and not end.is_given_up,
+                "abort": (end.sequence_id in self._aborted or self._is_past(end)) and not end.is_given_up,
             }
             assert is_so[end.finish_reason], f"sequence {end.sequence_id} ends by {end.finish_reason} behind {said}"
             self._end(end.sequence_id, end.finish_reason)
+
+    def _is_past(self, end: SequenceEnd) -> bool:
+        """Whether the end of a sequence is that of its version."""
+        params = self._requests[end.sequence_id].params
+        exact, newest = params.policy_version, max(self._world.digests)
+        return end.error is not None and (params.version_wait == "end" or (exact is not None and exact < newest))
 
     def refuse(self, first_sequence_id: int, error: RolloutEngineError) -> None:
         """End what is left of a request that a replica did not take."""
@@ -112,7 +136,8 @@ class BrainUsers:
             for id, request in self._requests.items()
             if request.first_sequence_id == first_sequence_id and not self.ends[id]
         ]
-        assert self.is_over or self._world.refused & {*ids}, f"nobody has refused request {first_sequence_id}: {error}"
+        may_be = is_pinned(self._requests[first_sequence_id].params) or self._world.refused & {*ids}
+        assert self.is_over or may_be, f"nobody has refused request {first_sequence_id}: {error}"
         self._refused.update(ids)
         for sequence_id in ids:
             self._end(sequence_id, "refused")
@@ -211,6 +236,7 @@ def run_brain(world: World) -> BrainUsers:
         if number == num_acts or client.dead_error is not None:
             world.is_calm = True
             world.note("calm")
+            users.abort_pinned()
             return
         world.choices.pick(acts)()
         world.later(world.choices.pick(_WAITS), act, number + 1)

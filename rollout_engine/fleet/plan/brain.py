@@ -226,7 +226,8 @@ class Brain:
             return actions
         if self.is_dead:
             return [*actions, Fail(problems_of(self.replicas.values()))]
-        params, has_tokens = entry.request.params, requests[0] is not entry.request
+        params, is_whole = entry.request.params, requests[0] is entry.request
+        has_tokens = not is_whole and any(each.output_token_ids for each in requests)
         match standing_of(params, self.policy_version, has_tokens=has_tokens):
             case "over":
                 why, live = describe_end(params, self.policy_version), list(entry.live)

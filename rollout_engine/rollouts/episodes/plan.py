@@ -119,7 +119,8 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         """Check the arguments of `RolloutPolicy.rollout(env=...)`. Raises `RequestError` if one does not fit."""
         chat, options = _divide_options(arguments.options)
         _refuse_beside_env(arguments)
-        arguments, params = arguments.normalize(), arguments.sampling_params
+        arguments = arguments.normalize()
+        params = arguments.sampling_params
         if isinstance(params, list | tuple):
             raise RequestError.for_field("sampling_params", params, "one for all turns of all episodes")
         checked = for_rollout(params, arguments.num_samples, None, 0)

@@ -94,6 +94,16 @@ def test_one_that_is_to_begin_at_a_replica_does_so_once_its_version_is_live():
     assert [type(each) for each in brain.note_commit([0, 1], 3, 0.0)] == [Send], "another one takes its place"
 
 
+def test_samples_of_a_waiting_request_still_wait_when_one_of_them_is_aborted():
+    brain = serving(1)
+    brain.add_request(pinned(0, n=3, min_policy_version=2))
+    assert ends_of(brain.abort_sequences([1])) == [(1, "abort")]
+    assert brain.note_commit([0], 1, 0.0) == []
+    sent = brain.note_commit([0], 2, 0.0)
+    assert [each.request.first_sequence_id for each in sent] == [0, 2]
+    brain.check_integrity()
+
+
 def test_waiting_ones_are_aborted_and_all_are_told_of_the_end_of_the_fleet():
     brain = serving(1)
     brain.add_request(pinned(0, n=2, policy_version=1))
