@@ -76,7 +76,7 @@ def run_chain(store, seed, found):
     chain, choice, last = Chain(seed), np.random.default_rng(seed + 1), 0
     for _ in range(KILLS):
         at_a_byte = choice.random() < 0.5
-        num_bytes = int(choice.integers(200_000)) if at_a_byte else float("inf")
+        num_bytes = int(choice.integers(300_000)) if at_a_byte else float("inf")
         calls = float("inf") if at_a_byte else int(choice.integers(400))
         publish_until_killed(store, chain, last + 1, calls, num_bytes)
         found["kills"] += 1
