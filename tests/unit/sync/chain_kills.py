@@ -28,8 +28,8 @@ from sync.manifest import torch_dtype  # noqa: E402
 from sync.offer import Offer  # noqa: E402
 from sync.pointer import read_pointer  # noqa: E402
 
-KILLS = 3
-VERSIONS = 8
+KILLS = 2
+VERSIONS = 5
 
 
 class Chain:
@@ -76,8 +76,8 @@ def run_chain(store, seed, found):
     chain, choice, last = Chain(seed), np.random.default_rng(seed + 1), 0
     for _ in range(KILLS):
         at_a_byte = choice.random() < 0.5
-        num_bytes = int(choice.integers(300_000)) if at_a_byte else float("inf")
-        calls = float("inf") if at_a_byte else int(choice.integers(400))
+        num_bytes = int(choice.integers(200_000)) if at_a_byte else float("inf")
+        calls = float("inf") if at_a_byte else int(choice.integers(250))
         publish_until_killed(store, chain, last + 1, calls, num_bytes)
         found["kills"] += 1
         try:
