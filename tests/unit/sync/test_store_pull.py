@@ -1,8 +1,13 @@
 """A store that is pulled over HTTP has the versions of the one that is served, by links if it can."""
 
 import http.client
+import json
 import logging
+import os
+import subprocess
+import sys
 import urllib.parse
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,3 +215,17 @@ def test_tied_and_empty_tensors_are_kept(tmp_path, copy):
     assert manifest.aliases == [["embed", "head"]]
     with sync.open_current(copy) as published:
         assert published.tensors["head"] is published.tensors["embed"]
+
+
+@pytest.mark.parametrize("num_kills", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, copy, num_kills):
+    served.publish(5)
+    sync.pull(served.server.url, copy, key=KEY)
+    served.publish(2)  # links 7 and 8
+    script = Path(__file__).with_name("pull_kills.py")
+    command = [sys.executable, str(script), served.server.url, KEY, str(copy.parent), str(num_kills), "5"]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[3])}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    assert found["after"] == {"8": num_kills}
+    assert set(found["killed"]) <= {"6", "8"} and found["killed"]["6"] > num_kills / 5
