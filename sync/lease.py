@@ -3,8 +3,8 @@
     lease    CURRENT ── lock (shared) and open every step of its chain ── check the links ── CURRENT as before? ── done
 
 A reader that has locked all steps, and then finds CURRENT as it was, keeps them: publishers leave alone the steps
-of CURRENT, and all that are locked. If a link is torn, missing or of another chain, the anchor, which is whole, is read in its
-place.
+of CURRENT, and all that are locked. If a link is torn, missing or of another chain, the anchor, which is whole, is read
+in its place.
 """
 
 import logging

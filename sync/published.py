@@ -96,6 +96,8 @@ def open_current(directory: str | os.PathLike[str], *, num_threads: int = 1) -> 
     Args:
         num_threads: how many threads read and digest.
 
+    If a link of the current version is damaged, its anchor, the last whole version, is read and a warning logged.
+
     Raises `ManifestMismatch` when this is no store, or its files are not those of its manifest; `ChecksumMismatch`
     when bytes are not those published; `TransferTimeout` when versions are replaced faster than this reader can lease
     one, for ten seconds.

@@ -76,8 +76,8 @@ def _pull(store: Path, remote: "_Remote", num_threads: int) -> WeightManifest:
         missing = None if local is None else _missing_links(remote, there, local)
         if local is not None and missing is not None:
             pointer = _fetch_links(store, remote, local, missing, num_threads) if missing else local
-            if pointer.anchor.version != there.pointer.anchor.version and pointer.before:
-                publish_whole(store, store, pointer.version, num_threads)  # its own chain would grow without end
+            if there.pointer.anchor.manifest_digest in {step.manifest_digest for step in pointer.steps[1:]}:
+                publish_whole(store, store, pointer.version, num_threads)  # else its own chain grows without end
             return checked_manifest(lease_current(store))
     except (ChecksumMismatch, ManifestMismatch) as problem:
         logger.warning("%s: %s Version %d is fetched whole.", store, problem, there.pointer.version)
@@ -189,6 +189,8 @@ class _Remote:
         found = urllib.parse.urlsplit(url)
         if found.scheme not in ("http", "https") or not found.hostname:
             raise SyncError(f"url={url!r} is not allowed: must be http://HOST:PORT, as `StoreServer.url` is.")
+        if not isinstance(key, str) or not key.isascii() or not key.isprintable():
+            raise SyncError("key is not allowed: must be the key of the server, printable characters of ASCII.")
         self.url = url.rstrip("/")
         self._place, self._prefix = found, found.path.rstrip("/")
         self._headers, self._timeout = {"Authorization": f"Bearer {key}"}, timeout

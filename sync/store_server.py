@@ -138,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_part(lease, part)
         except SyncError as problem:
             self._refuse(503, str(problem))
+        except OSError:  # the client has left
+            self.close_connection = True
 
     def _send_part(self, lease: Lease, part: str) -> None:
         description = _describe(lease)

@@ -28,7 +28,7 @@ def random_bits(random, shape, dtype):
 def make_weights(random):
     """Tensors of every dtype, of any size, empty and tied ones too."""
     weights = {
-        f"layer.{i}": random_bits(random, (int(random.integers(1, 40)), int(random.integers(1, 60))), dtype)
+        f"layer.{i}": random_bits(random, (int(random.integers(10, 50)), int(random.integers(20, 60))), dtype)
         for i, dtype in enumerate(DTYPES)
     }
     weights["mask"] = torch.from_numpy(random.random(70) < 0.5)

@@ -1,8 +1,13 @@
 """A store that is pulled over HTTP has the versions of the one that is served, by links if it can."""
 
 import http.client
+import json
 import logging
+import os
+import subprocess
+import sys
 import urllib.parse
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,16 +91,16 @@ def test_a_copy_follows_by_links_alone_also_past_anchors(served, copy, fetched):
     assert fetched == [(version, "changes") for version in range(2, 12)]
 
 
-@pytest.mark.parametrize("behind", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("behind", [1, 2, 4, 5, 9])
 def test_a_copy_catches_up_from_any_version(served, copy, fetched, behind):
-    served.publish(2)
+    served.publish(3)
     sync.pull(served.server.url, copy, key=KEY)
     fetched.clear()
     served.publish(behind)
     sync.pull(served.server.url, copy, key=KEY)
-    assert read(copy) == (3 + behind, served.versions[3 + behind])
-    is_whole = {part for _, part in fetched} == {"tensors"}
-    assert is_whole == (behind == 9)  # version 12, and the chain begins at 9: nothing leads there from 3
+    assert read(copy) == (4 + behind, served.versions[4 + behind])
+    # From version 9 on the chain begins there, with changes against version 8: none lead there from 4.
+    assert {part for _, part in fetched} == {"tensors" if behind >= 5 else "changes"}
 
 
 def test_a_copy_that_is_current_fetches_nothing(served, copy, fetched):
@@ -156,6 +161,8 @@ def test_an_anchor_alone_is_served_and_read_by_ranges(served):
     assert served.send("/weights/1?part=tensors", Range=f"bytes={len(content)}-")[0] == 416
     status, later = served.send("/weights/2?part=tensors")
     assert status == 200 and len(later) == len(content) and later != content
+    for first, last in ((3, 9), (5, 20_000), (len(later) - 3, len(later) - 1)):
+        assert served.send("/weights/2?part=tensors", Range=f"bytes={first}-{last}") == (206, later[first : last + 1])
     assert served.send("/weights/current?part=changes")[0] == 200
     assert served.send("/weights/1?part=changes")[0] == 404
 
@@ -208,3 +215,17 @@ def test_tied_and_empty_tensors_are_kept(tmp_path, copy):
     assert manifest.aliases == [["embed", "head"]]
     with sync.open_current(copy) as published:
         assert published.tensors["head"] is published.tensors["embed"]
+
+
+@pytest.mark.parametrize("num_kills", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, copy, num_kills):
+    served.publish(5)
+    sync.pull(served.server.url, copy, key=KEY)
+    served.publish(2)  # links 7 and 8
+    script = Path(__file__).with_name("pull_kills.py")
+    command = [sys.executable, str(script), served.server.url, KEY, str(copy.parent), str(num_kills), "5"]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[3])}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    assert found["after"] == {"8": num_kills}
+    assert set(found["killed"]) <= {"6", "8"} and found["killed"]["6"] > num_kills / 5
