@@ -134,7 +134,7 @@ COMPILE = $(BIN)/python -W ignore -c "import reasoning_gym"
 	touch $@
 
 .venv/tests: pyproject.toml constraints.txt
-	$(INSTALL) ".[dev,eval,examples,grammar,otel,ray,renderers,server,view]"
+	$(INSTALL) ".[dev,eval,examples,grammar,otel,ray,server,view]"
 	$(COMPILE)
 	touch .venv/examples $@
 

@@ -118,9 +118,8 @@ class EngineCore:
         """Queue a request, or raise `RequestError`: out of bounds, too long for the KV pool, or with ids in use.
 
         One for a later policy version waits, and is not in flight; one for a past version is refused (`version_pin`).
-        While the engine is paused or asleep, or an update overwrites the weights, the request waits; with
-        admission="reject" `RetryableError` is raised. `DirtyWeightsError` when an update has left the weights
-        incomplete, `LifecycleError` after shutdown.
+        While the engine is paused, asleep or overwritten, it waits; with admission="reject" `RetryableError` is raised.
+        `DirtyWeightsError` if an update has left the weights incomplete, `LifecycleError` after shutdown.
         """
         self.lifecycle.require_alive("add_request")
         self.lifecycle.require_clean("add_request")

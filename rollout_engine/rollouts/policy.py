@@ -168,7 +168,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         groups = run_to_end(run, lambda group: self._batcher.tell(listeners, group, layout), shown=use_tqdm)
         log_rollout(groups, time.perf_counter() - start, self.policy_version)
         self._batcher.count_staleness(groups)
-        return with_teachers(scores, self._batcher.batch(groups, layout), groups)
+        return with_teachers(columns_of, self._batcher.batch(groups, layout), groups)
 
     async def arollout(
         self,

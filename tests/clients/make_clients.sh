@@ -3,7 +3,7 @@
 # A client has one of its own where its versions exclude another's; each has its constraints file here.
 set -eu
 dir=${1:?the directory to make}
-tests/make_environment.sh "$dir/openai" tests/clients/constraints-openai.txt server \
+tests/make_environment.sh "$dir/openai" tests/clients/constraints-openai.txt renderers,server \
     anthropic inspect-ai "lm-eval[api]" openai openai-agents openenv requests trl
 tests/make_environment.sh "$dir/torchrl" tests/clients/constraints-torchrl.txt server requests torchrl
 tests/make_environment.sh "$dir/verifiers" tests/clients/constraints-verifiers.txt server verifiers

@@ -9,7 +9,7 @@ from rollout_engine.base.tool_call import BrokenCall
 from rollout_engine.text.formats.answer import AnswerParts
 from rollout_engine.text.formats.choose import answer_format, check_format_name
 
-from .answers import ADD, HERMES, TOOLS, codec_with, read_in_pieces
+from tests.unit.text.formats.answers import ADD, HERMES, TOOLS, codec_with, read_in_pieces
 
 pytest.importorskip("renderers")
 import httpx  # noqa: E402, F401  # renderers imports it and does not require it
