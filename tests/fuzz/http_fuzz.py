@@ -283,7 +283,10 @@ def _check_error(answer: Answer, row: Route | None) -> None:
     found = json.loads(answer.body)
     error = found["error"]
     assert isinstance(error["message"], str) and error["message"], answer
-    assert isinstance(error["type"], str) and error["code"] == answer.status, answer
+    assert isinstance(error["type"], str), answer
+    assert found.get("type") == "error" if "code" not in error else error["code"] == answer.status, answer
+    if row is not None:
+        assert ("code" not in error) == (row.dialect == "anthropic"), answer
     if row is not None and row.dialect == "sglang":
         assert found["message"] == error["message"] and found["success"] is False, answer
 
