@@ -8,7 +8,6 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.base.tool_call import BrokenCall
 from rollout_engine.text.formats.answer import AnswerParts
 from rollout_engine.text.formats.choose import answer_format, check_format_name
-
 from tests.unit.text.formats.answers import ADD, HERMES, TOOLS, codec_with, read_in_pieces
 
 pytest.importorskip("renderers")
