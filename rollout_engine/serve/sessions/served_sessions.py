@@ -26,7 +26,7 @@ _OFF = "This server keeps no sessions: start it with --sessions."
 
 
 class ServedSessions:
-    """All sessions of one server, on its event loop; `registry`, `delete` and `end_late` may be used from any thread."""
+    """All sessions of one server, on its event loop; any thread may use `registry`, `delete` and `end_late`."""
 
     def __init__(self, options: ServeOptions) -> None:
         limits = SessionLimits(
