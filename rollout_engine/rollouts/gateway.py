@@ -131,9 +131,8 @@ class Gateway:
 
         Raises `RequestError` for bounds beyond the server's, and `RetryableError` at `max_sessions`.
         """
+        self._sessions.end_late()
         now, registry = time.monotonic(), self._sessions.registry
-        for late in registry.end_late(now):
-            self.delete(late)
         sampling = self._sampling if sampling_params is None else forced_fields(sampling_params)
         made = registry.create(now=now, group_id=group_id, sampling=sampling, seconds=seconds, tokens=tokens)
         return GatewaySession(self, made, self.url)

@@ -100,6 +100,11 @@ class Turn:
         self.answered: Node = node
         """The conversation with its answer."""
 
+    @property
+    def begins_row(self) -> bool:
+        """Whether it is not the first to continue its parent."""
+        return self.parent is None or self.parent.children[0] is not self
+
     def chain(self) -> "list[Turn]":
         """The turns whose ids this one's row has, the first one first, this one last."""
         found, turn = [self], self.parent

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from rollout_engine.base.errors import RequestError
+
 Messages: TypeAlias = list[dict[str, Any]]
 Key: TypeAlias = bytes
 """Digest of one message in comparable form."""
@@ -26,10 +28,17 @@ def digest(value: Any) -> Key:
 
 
 def keys_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Key], list[int]]:
-    """(the digest of each message that `as_messages` returned, the bytes of each in comparable form)."""
+    """(the digest of each message that `as_messages` returned, the bytes of each in comparable form).
+
+    Raises `RequestError` for a text with half of a surrogate pair: arguments of calls spell it as "\\ud800".
+    """
     keys, sizes, calls = list[Key](), list[int](), dict[str, int]()
-    for message in messages:
-        data = _encode(_comparable(message, calls))
+    for index, message in enumerate(messages):
+        try:
+            data = _encode(_comparable(message, calls))
+        except UnicodeEncodeError as problem:
+            bound = f"text that can be encoded ({problem})"
+            raise RequestError.for_field(f"messages[{index}]", dict(message), bound) from None
         sizes.append(len(data))
         keys.append(hashlib.blake2b(data, digest_size=_KEY_BYTES).digest())
     return keys, sizes

@@ -79,8 +79,9 @@ class ChatPrompts:
         answer = turns.message(turn.said) if is_raw else turn.answered.message
         assert answer is not None, "it has been recorded"
         before = _as_sampled(turns, turn) if is_raw else turn.node.messages()
-        is_known = turn.shown is not None and turn.is_shown_raw in (is_raw, None)
-        shown = turn.shown if turn.shown is not None and is_known else turns.text(before)
+        known = turn.shown  # another thread may forget it meanwhile
+        is_known = turn.is_shown_raw in (is_raw, None)
+        shown = known if known is not None and is_known else turns.text(before)
         now = turns.text([*before, answer, *new])
         has_ended = turn.sample.finish_reason == "stop"
         ids = turns.between(shown, now, turn.said, turn.sample.token_ids, has_ended=has_ended)

@@ -13,6 +13,8 @@ from rollout_engine.sessions.limits import SessionLimits
 from rollout_engine.sessions.session import Session
 
 _ID_BYTES, _KEY_BYTES = 16, 32
+_GROUP_IDS = 1 << 62
+"""Bound of the ints; numbers for names follow the greatest."""
 _NO_KEY = secrets.token_urlsafe(_KEY_BYTES)
 
 
@@ -41,6 +43,10 @@ class Sessions:
     ) -> Session:
         """Make a session. Raises `RequestError` for bounds above the server's, `RetryableError` at `max_sessions`."""
         limits = self._limits
+        if isinstance(group_id, int) and not -_GROUP_IDS <= group_id < _GROUP_IDS:
+            raise RequestError.for_field(
+                "group_id", group_id, "a name, or an int below 2**62 in size: batches hold int64"
+            )
         if seconds is not None and not 0 < seconds <= limits.seconds:
             raise RequestError.for_field("seconds", seconds, f"above 0 and at most {limits.seconds:g}")
         most = limits.tokens
@@ -92,12 +98,12 @@ class Sessions:
 
     def end_late(self, now: float) -> list[str]:
         """Delete the sessions that ended long ago, and return their ids."""
-        late: list[str] = []
+        late: list[Session] = []
         with self._lock:
             while self._late and self._late[0][0] <= now:
                 _, session_id = heapq.heappop(self._late)
-                if session_id in self._sessions:
-                    late.append(session_id)
-        for session_id in late:
-            self.delete(session_id)
-        return late
+                if (found := self._sessions.pop(session_id, None)) is not None:  # else it is deleted already
+                    late.append(found)
+        for found in late:
+            found.delete()
+        return [found.id for found in late]

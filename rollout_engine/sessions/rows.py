@@ -70,7 +70,7 @@ def make_rows(session_id: str, turns: Sequence[Turn], reward: float | None, own:
     last: dict[int, Turn] = {}
     for turn in turns:
         parent = turn.parent
-        if parent is not None and parent.children[0] is turn:
+        if parent is not None and not turn.begins_row:
             row = row_of[parent]
         else:
             origin = parent or turn.origin

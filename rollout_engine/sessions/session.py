@@ -160,7 +160,7 @@ class Session:
             if row is None:
                 self.reward = float(reward)
                 return
-            num_rows = len(self.rows())
+            num_rows = sum(turn.begins_row for turn in self._forest.turns)
             if not 0 <= row < num_rows:
                 raise RequestError.for_field("row", row, f"the number of one of the {num_rows} rows")
             self._row_rewards[row] = float(reward)

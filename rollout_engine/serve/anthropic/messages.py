@@ -91,7 +91,7 @@ class _MessagesCall(PieceCall):
     def write_body(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> dict[str, Any]:
         content = write_blocks(answer, hides_thinking=hides_thinking(self._body))
         usage = self._usage(result, len(sample.token_ids), self.count_thinking(sample, answer))
-        stop = self._stop(sample, answer)
+        stop = self._stop(result, sample, answer)
         return {**self._head(content), **stop, "usage": usage, **self.write_extras(result, sample)}
 
     def write_first(self, output: RequestOutput) -> Iterable[Any]:
@@ -107,7 +107,7 @@ class _MessagesCall(PieceCall):
     def write_end(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> Iterable[Any]:
         yield from self._blocks.close()
         usage = self._usage(result, len(sample.token_ids), self.count_thinking(sample, answer))
-        delta, extras = self._stop(sample, answer), self.write_extras(result, sample)
+        delta, extras = self._stop(result, sample, answer), self.write_extras(result, sample)
         yield {"type": "message_delta", "delta": delta, "usage": usage, **extras}
         yield {"type": "message_stop"}
 
@@ -118,11 +118,13 @@ class _MessagesCall(PieceCall):
         model = self.lora or self.served.model
         return {"id": self._id, "type": "message", "role": "assistant", "model": model, "content": content}
 
-    def _stop(self, sample: CompletionOutput, answer: Answer) -> dict[str, Any]:
+    def _stop(self, result: RequestOutput, sample: CompletionOutput, answer: Answer) -> dict[str, Any]:
         reason, sequence = "end_turn", None
         if sample.finish_reason == "length":
-            asked = self._body.max_tokens
-            reason = "max_tokens" if len(sample.token_ids) >= asked else "model_context_window_exceeded"
+            num_sampled = len(sample.token_ids)  # a session may allow fewer than are asked for
+            is_full = len(result.prompt_token_ids) + num_sampled >= self.served.max_model_len
+            is_cut = is_full and num_sampled < self._body.max_tokens
+            reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif answer.call_ids:
             reason = "tool_use"
         elif sample.stop_reason in self._stops:

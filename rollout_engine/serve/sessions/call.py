@@ -23,6 +23,8 @@ _NOT_FORCED = frozenset(("n", "output_kind", "detokenize", "truncate_prompt_toke
 _TURNS = 1 << 32
 """Request k is drawn as turn k of an episode is (`episodes.episode.seed_of_turn`)."""
 _MAX_KEPT = 64
+_FEW_MESSAGES = 8
+"""Messages that are found on the event loop if the body is short, too."""
 ForcedParams: TypeAlias = dict[tuple[int, str], tuple[SamplingParams, SamplingParams]]
 
 
@@ -106,7 +108,7 @@ class SessionCall:
             prompts = self._prompts.find(options)
             return self._session.place(messages, prompts, now=time.monotonic(), params=params, adapter=lora)
 
-        if not self._asked.is_long:
+        if not self._asked.is_long and len(messages) <= _FEW_MESSAGES:  # they may be those of an earlier response
             return find()
         work = asyncio.ensure_future(run_in_thread(find))
         try:

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.openai.shapes import array_fields, matched_stop
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
@@ -50,7 +51,7 @@ async def get_session(served: Served, asked: Asked) -> Reply:
 async def get_rows(served: Served, asked: Asked) -> Reply:
     """The training rows of a session: ids, masks, log-probs, versions, turns, parent row, why a branch began."""
     found = served.sessions.require_on().find(asked.path_id)
-    rows = [row_fields(row) for row in found.rows()]
+    rows = await run_in_thread(lambda: [row_fields(row) for row in found.rows()])
     return Reply({"id": found.id, "group_id": found.group_id, "reward": found.reward, "rows": rows})
 
 

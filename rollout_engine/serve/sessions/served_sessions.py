@@ -26,7 +26,7 @@ _OFF = "This server keeps no sessions: start it with --sessions."
 
 
 class ServedSessions:
-    """All sessions of one server, on its event loop; `registry` and `delete` may be used from any thread."""
+    """All sessions of one server, on its event loop; any thread may use `registry`, `delete` and `end_late`."""
 
     def __init__(self, options: ServeOptions) -> None:
         limits = SessionLimits(
@@ -45,9 +45,13 @@ class ServedSessions:
         """The registry, without sessions that ended long ago. Raises `HttpProblem` 404 without `--sessions`."""
         if not self._is_on:
             raise HttpProblem(404, _OFF)
-        for session_id in self.registry.end_late(time.monotonic()):
-            self._forget(session_id)
+        self.end_late()
         return self.registry
+
+    def end_late(self) -> None:
+        """Delete the sessions that ended long ago; their requests are cancelled. Any thread may call it."""
+        for session_id in self.registry.end_late(time.monotonic()):
+            self._forget_on_loop(session_id)
 
     def open(self, session_id: str, headers: Any) -> "SessionRequest":
         """A request of a session's agent. Raises `SessionNotFoundError` for an unknown id, and for another key."""
@@ -62,6 +66,9 @@ class ServedSessions:
     def delete(self, session_id: str) -> None:
         """Forget a session; its requests are cancelled. Raises `SessionNotFoundError`. Any thread may call it."""
         self.registry.delete(session_id)
+        self._forget_on_loop(session_id)
+
+    def _forget_on_loop(self, session_id: str) -> None:
         if self._loop is None or self._loop.is_closed():
             self._forget(session_id)  # nothing runs that it could disturb
         else:

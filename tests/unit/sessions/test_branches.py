@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from rollout_engine.base.errors import RequestError
+
 from .conftest import FORGETFUL, TEMPLATE
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -233,3 +235,10 @@ def test_an_answer_that_is_left_open_is_not_continued_by_ids(talk):
     place = talk.place(messages, continue_final_message=True, add_generation_prompt=False)
     assert talk.codec.decode(place.prompt_token_ids).endswith("<assistant>one")
     talk.session.cancel(place)
+
+
+def test_arguments_that_cannot_be_encoded_are_refused_by_name(talk):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(RequestError, match=r"messages\[1\].*encoded"):
+        talk.place(messages)

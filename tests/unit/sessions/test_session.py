@@ -11,6 +11,7 @@ from rollout_engine.sessions.errors import SessionEndedError, SessionNotFoundErr
 from rollout_engine.sessions.limits import SessionLimits
 from rollout_engine.sessions.registry import Sessions
 from rollout_engine.sessions.samples import join_parts
+from rollout_engine.sessions.session import Session
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -150,3 +151,34 @@ def test_deltas_are_joined_to_the_sample_that_they_are_of():
     for pair in ("top_logprobs", "support"):
         for one, other in zip(getattr(joined, pair), getattr(expected, pair), strict=True):
             assert (one == other).all() and one.dtype == other.dtype
+
+
+def test_a_reward_of_a_row_makes_no_rows(talk, monkeypatch):
+    talk.ask(HELLO, "one")
+    talk.ask(HELLO, "two")
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "rows", lambda _: pytest.fail("rows of long sessions take long"))
+        talk.session.set_reward(0.5, row=1)
+    assert [row.reward for row in talk.session.rows()] == [None, 0.5]
+
+
+def test_group_ids_fit_into_batches():
+    sessions = Sessions(2, SessionLimits())
+    for group_id in (1 << 62, -(1 << 63)):
+        with pytest.raises(RequestError, match="group_id"):
+            sessions.create(now=0.0, group_id=group_id)
+    assert sessions.create(now=0.0, group_id=(1 << 62) - 1).group_id == (1 << 62) - 1
+
+
+def test_a_session_that_is_deleted_while_late_ones_are_ended_is_no_error(monkeypatch):
+    sessions = Sessions(2, SessionLimits())
+    made = [sessions.create(now=0.0, seconds=1.0) for _ in range(2)]
+    delete = Session.delete
+
+    def delete_both(session):
+        delete(session)
+        for each in made:
+            sessions._sessions.pop(each.id, None)  # as another thread does
+
+    monkeypatch.setattr(Session, "delete", delete_both)
+    assert set(sessions.end_late(10_000.0)) == {each.id for each in made}
