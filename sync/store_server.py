@@ -94,7 +94,8 @@ class StoreServer(AbstractContextManager["StoreServer"]):
             if self._lease is None or self._lease[0] != pointer:
                 self._lease = None  # else its steps could not be removed until the next request
                 self._lease = pointer, lease_current(self._directory)
-            return self._lease[1].at(self._lease[1].pointer.version if name == "current" else int(name))
+            lease = self._lease[1]
+            return lease if name == "current" else lease.at(int(name))
 
 
 def serve_store(directory: str | PathLike[str], *, key: str, host: str = "127.0.0.1", port: int = 0) -> StoreServer:

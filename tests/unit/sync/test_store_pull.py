@@ -229,3 +229,14 @@ def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, 
     found = json.loads(done.stdout)
     assert found["after"] == {"8": num_kills}
     assert set(found["killed"]) <= {"6", "8"} and found["killed"]["6"] > num_kills / 5
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_trainer_that_goes_back_to_a_number_has_its_new_weights_pulled(served, copy, version):
+    served.publish(2)
+    sync.pull(served.server.url, copy, key=KEY)
+    weights = change_some(np.random.default_rng(5), served._weights, 0.01)
+    sync.publish(served.directory, weights, version, delta=True, reset_version=True)
+    sync.pull(served.server.url, copy, key=KEY)
+    assert read(copy) == read(served.directory) == (version, bytes_of(weights))
+    assert not read_pointer(served.directory).before  # a chain has each version once
