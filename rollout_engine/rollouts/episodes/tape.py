@@ -62,6 +62,8 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     key: int
     ended_by: EndedBy | None = None
     error: str | None = None
+    num_left: int = 0
+    """Events before it that the episode has not had: its time was up while it was played again."""
 
 
 class Restarted(msgspec.Struct, tag="restarted", frozen=True):
@@ -98,17 +100,19 @@ class Script:
         self.has_taken = False
         """Whether `matches` has taken the last result that arrived."""
 
-    def __bool__(self) -> bool:
-        return bool(self._events)
+    def __len__(self) -> int:
+        return len(self._events)
 
     @property
     def has_end(self) -> bool:
         """Whether the episode has ended in it."""
         return bool(self._events) and isinstance(self._events[-1], Ended)
 
-    def take(self) -> Event:
-        """Take the next event."""
-        return self._events.popleft()
+    def take_before_end(self) -> Event:
+        """Take the next event of an episode that has ended; its end behind the last one that the episode has had."""
+        end = self._events[-1]
+        is_last = isinstance(end, Ended) and len(self._events) - 1 <= end.num_left
+        return self._events.pop() if is_last else self._events.popleft()
 
     def take_result(self) -> Any:
         """Take the next event if it needs no environment: a sample, messages or a text; else None."""
@@ -162,7 +166,7 @@ class EpisodeTape:
                 logger.warning("%s: episode %d begins anew: %s", self._name, key, self._reason(key))
             self._write(Restarted(key))
             return Script([])
-        if versions - {self._live}:
+        if versions - {self._live} and not self.plan.pins_version:
             text = "%s: episode %d continues under version %d; its turns so far were sampled by %s"
             logger.warning(text, self._name, key, self._live, sorted(versions))
         return Script(events)
@@ -194,9 +198,9 @@ class EpisodeTape:
         if self._journal.is_full:
             self._journal.begin(self._identity, {})
 
-    def note_end(self, key: int, ended_by: EndedBy | None, error: str | None) -> None:
-        """Append the end of an episode."""
-        self._write(Ended(key, ended_by, error))
+    def note_end(self, key: int, ended_by: EndedBy | None, error: str | None, *, num_left: int = 0) -> None:
+        """Append the end of an episode. `num_left`: events of an earlier process that it has not had."""
+        self._write(Ended(key, ended_by, error, num_left))
 
     def note_restart(self, key: int) -> None:
         """Append that an episode begins anew, because its environment did not reply as before."""
