@@ -10,7 +10,7 @@ rollout's own tools and functions are taken from the journal. Then it continues 
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -256,15 +256,18 @@ class EpisodeTape:
         elif isinstance(record, Told):
             self._told.add(record.group)
         else:
-            if self._versions.get(record.version, record.digest) != record.digest:
-                self._lose(record.version)
-            self._versions[record.version] = record.digest
+            version, known = record.version, self._versions.get(record.version)
+            if known is None:  # turns before this record are of weights whose digest was not read
+                self._lose(lambda other: other == version)
+            elif known != record.digest:  # later ones no longer exist either
+                self._lose(lambda other: other >= version)
+            self._versions[version] = record.digest
 
-    def _lose(self, version: int) -> None:
-        """Note that tokens of `version` and later ones are of weights that no longer exist."""
+    def _lose(self, is_lost: Callable[[int], bool]) -> None:
+        """Note that turns by these versions are of weights that no longer exist, or of unknown ones."""
         for key, events in self._scripts.items():
             samples = [event.sample for event in events if isinstance(event, Answered)]
-            if any(span.policy_version >= version for sample in samples for span in sample.version_spans):
+            if any(is_lost(span.policy_version) for sample in samples for span in sample.version_spans):
                 self._lost.add(key)
 
 

@@ -95,6 +95,8 @@ class Recalled(msgspec.Struct):
 class Contents(msgspec.Struct):
     """Places of a group's records, and the versions that sampled it."""
 
+    row: int | None = None
+    """Digest of its row."""
     parts: list[Location] = []
     sampled: Location | None = None
     complete: Location | None = None
@@ -114,6 +116,10 @@ class Contents(msgspec.Struct):
             oldest = min(span.policy_version, span.kv_min_version)
             self.newest = max(self.newest, span.policy_version)
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+
+    def holds_version(self, version: int) -> bool:
+        """Whether tokens of `version` may be among its own."""
+        return self.oldest is not None and self.oldest <= version <= self.newest
 
     def fits(self, live: int) -> bool:
         """Whether it can be delivered, or continued, under the live version."""

@@ -29,7 +29,14 @@ from rollout_engine.rollouts.journal.group_records import (
     output_of,
 )
 from rollout_engine.rollouts.journal.journal import Head, Journal, JournalOptions, Location, open_with
-from rollout_engine.rollouts.journal.position import OpenGroup, Position, add_row, check_identity
+from rollout_engine.rollouts.journal.position import (
+    OpenGroup,
+    Position,
+    add_row,
+    check_identity,
+    refuse_row,
+    row_digest,
+)
 from rollout_engine.rollouts.plan import GroupTask
 
 logger = logging.getLogger("rollout_engine")
@@ -131,8 +138,12 @@ class GroupJournal:
             self._contents.pop(index, None)
         self._again.update(indexes)
 
-    def recall(self, index: int) -> Recalled | None:
-        """Read the contents of a group that is to start now; None if there are none that fit the live weights."""
+    def recall(self, task: GroupTask) -> Recalled | None:
+        """Read the contents of a group that is to start now; None if there are none that fit the live weights.
+
+        Raises `RequestError` if they are those of another row.
+        """
+        index = task.index
         contents = self._contents.get(index)
         if contents is None or not (contents.parts or contents.sampled):
             return None
@@ -140,6 +151,8 @@ class GroupJournal:
             self._log_unfit([index])
             self.forget([index])
             return None
+        if contents.row not in (None, row_digest(task)):
+            raise refuse_row(task)
         if contents.sampled is None:
             records = [self._read(place, Progress) for place in contents.parts]
             return Recalled([part for each in records for part in each.parts])
@@ -217,10 +230,12 @@ class GroupJournal:
         elif isinstance(record, Delivered):
             self._apply_delivery(record)
         elif isinstance(record, Loaded):
-            weights = {**self.position.weights, **record.position.weights}
-            self.position = msgspec.structs.replace(record.position.copy(), weights=weights)
+            for version, digest in sorted(record.position.weights.items()):
+                self._apply_weights(Weights(version, digest))
+            self.position = msgspec.structs.replace(record.position.copy(), weights=self.position.weights)
         else:
-            contents = self._contents.setdefault(record.index, Contents())
+            group = self.position.open.get(record.index)
+            contents = self._contents.setdefault(record.index, Contents(row=None if group is None else group.row))
             if isinstance(record, Complete):
                 contents.complete = location
             elif isinstance(record, Sampled):
@@ -251,7 +266,10 @@ class GroupJournal:
 
     def _apply_weights(self, record: Weights) -> None:
         weights = self.position.weights
-        if weights.get(record.version, record.digest) != record.digest:  # a trainer that went back, to other weights
+        if record.version not in weights:  # tokens before this record are of weights whose digest was not read
+            for contents in self._contents.values():
+                contents.is_lost |= contents.holds_version(record.version)
+        elif weights[record.version] != record.digest:  # a trainer that went back, to other weights
             for version in [each for each in weights if each > record.version]:
                 del weights[version]
             for contents in self._contents.values():
