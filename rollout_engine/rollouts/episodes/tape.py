@@ -138,7 +138,8 @@ class EpisodeTape:
         self._weights, self._versions = FrontendWeights(frontend, plan.lora), dict[int, str]()
         self._lost: set[int] = set()
         """Episodes with turns by weights that no longer exist."""
-        self._live = -1
+        self._live, self._seen = -1, (-1, 0)
+        """The live version, as it was noted last; and with the updates before it."""
         self._before: dict[str, Any] | None = None
         options = msgspec.structs.replace(plan.journal, keep_segments=_KEEP)
         self._journal: Journal = open_with(options, "rollout", self._take)
@@ -173,16 +174,16 @@ class EpisodeTape:
 
     def observe(self) -> None:
         """Note the live weights."""
-        version = self._weights.version
-        if version == self._live:
+        seen = version, _ = self._weights.version, self._weights.num_updates
+        if seen == self._seen:
             return
         try:
             digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
-        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+        if seen != (self._weights.version, self._weights.num_updates):  # the next call notes that update
             return
-        self._live = version
+        self._live, self._seen = version, seen
         if self._versions.get(version) != digest:
             self._write(LiveDigest(version, digest))
 

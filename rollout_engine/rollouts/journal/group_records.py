@@ -4,6 +4,7 @@ Start ── Progress ── Progress ── Sampled ── Complete ── Deli
          new tokens of unfinished samples   all of them, then their rewards
 """
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -107,8 +108,9 @@ class Contents(msgspec.Struct):
 
     @property
     def first_segment(self) -> int:
-        """The first segment that has a record of it."""
-        return min(each.segment for each in [*self.parts, self.sampled, self.complete] if each)
+        """The first segment that has a record of it; a large number without any."""
+        places = [*self.parts, self.sampled, self.complete]
+        return min([each.segment for each in places if each], default=sys.maxsize)
 
     def note_spans(self, samples: Sequence[CompletionOutput]) -> None:
         """Note the versions of more tokens."""

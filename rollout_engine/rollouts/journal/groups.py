@@ -60,6 +60,11 @@ class LiveWeights(Protocol):
         """The live version."""
         ...
 
+    @property
+    def num_updates(self) -> int:
+        """Updates so far: the same version after one may have other weights."""
+        ...
+
     def read_digest(self) -> str:
         """Their digest. Raises `LifecycleError` while they cannot be read."""
         ...
@@ -79,8 +84,8 @@ class GroupJournal:
         self._again: set[int] = set()
         """Groups whose next start makes their earlier records void."""
         self._before: dict[str, Any] | None = None
-        self._digest, self._live = "", -1
-        """Digest and version of the live weights, as they were read last."""
+        self._digest, self._live, self._seen = "", -1, (-1, 0)
+        """Digest and version of the live weights, as they were read last; that version and the updates before it."""
         self._journal: Journal | None = None
         if options is None:
             self.identity = make_identity(None)
@@ -102,16 +107,18 @@ class GroupJournal:
 
     def observe(self) -> None:
         """Note the live weights. Contents by weights of the same version with another digest no longer count."""
-        version = self._weights.version
-        if self._journal is None or (version == self._live and self._digest):
+        if self._journal is None:
+            return
+        seen = version, _ = self._weights.version, self._weights.num_updates
+        if seen == self._seen:
             return
         try:
             digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
-        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+        if seen != (self._weights.version, self._weights.num_updates):  # the next call notes that update
             return
-        self._live, self._digest = version, digest
+        self._live, self._digest, self._seen = version, digest, seen
         if self.position.weights.get(version) != self._digest:
             self._write(Weights(version, self._digest))
 
@@ -234,8 +241,7 @@ class GroupJournal:
                 self._apply_weights(Weights(version, digest))
             self.position = msgspec.structs.replace(record.position.copy(), weights=self.position.weights)
         else:
-            group = self.position.open.get(record.index)
-            contents = self._contents.setdefault(record.index, Contents(row=None if group is None else group.row))
+            contents = self._contents_of(record.index)
             if isinstance(record, Complete):
                 contents.complete = location
             elif isinstance(record, Sampled):
@@ -272,11 +278,17 @@ class GroupJournal:
         elif weights[record.version] != record.digest:  # a trainer that went back, to other weights
             for version in [each for each in weights if each > record.version]:
                 del weights[version]
+            for index in self.position.open:  # those in flight may have tokens of both that are not noted yet
+                self._contents_of(index).is_lost |= self._contents_of(index).sampled is None
             for contents in self._contents.values():
                 contents.is_lost |= contents.newest >= record.version
         weights[record.version] = record.digest
         for version in sorted(weights)[:-_MAX_VERSIONS]:
             del weights[version]
+
+    def _contents_of(self, index: int) -> Contents:
+        group = self.position.open.get(index)
+        return self._contents.setdefault(index, Contents(row=None if group is None else group.row))
 
     def _fits(self, index: int) -> bool:
         contents = self._contents.get(index)

@@ -96,3 +96,25 @@ def test_samples_behind_a_checkpoint_are_not_given_to_other_rows(make_rig, path)
     with collect(make_rig(), journal=path) as collector:
         collector.load_state_dict(state)
         assert samples(*itertools.islice(collector, 4)) == samples(*collect(make_rig()))
+
+
+def test_weights_that_were_replaced_under_their_number_void_the_tokens_of_the_first(make_rig, path, weights, recalled):
+    """Also those that were sampled before the update, and noted behind it."""
+    rig = make_rig()
+    with collect(rig, max_staleness=2, journal=path) as collector:
+        next(collector)
+        rig.core.commit_version(0)
+        weights[0], rig.engine.frontend.num_updates = "other weights", 1
+        next(collector)
+        assert collector.stats.num_running + collector.stats.num_complete
+    del weights[0]
+    with collect(make_rig(), max_staleness=2, journal=path) as collector:
+        next(collector)
+    assert not recalled
+
+
+def test_updates_of_a_policy_are_counted_also_those_that_fail(make_rig):
+    rig = make_rig()
+    with pytest.raises(Exception, match="."):
+        rig.policy.update_weights({"nothing": None})
+    assert rig.engine.frontend.num_updates == 1
