@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from rollout_engine.base.errors import LifecycleError, RequestError
+from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.rollouts.journal.group_records import Contents, Weights
 from rollout_engine.rollouts.journal.groups import GroupJournal
 from rollout_engine.rollouts.journal.identity import FrontendWeights
@@ -118,3 +119,16 @@ def test_updates_of_a_policy_are_counted_also_those_that_fail(make_rig):
     with pytest.raises(Exception, match="."):
         rig.policy.update_weights({"nothing": None})
     assert rig.engine.frontend.num_updates == 1
+
+
+@pytest.mark.parametrize("version_wait", ["wait", "refuse", "end"])
+def test_a_collector_of_one_version_raises_once_that_is_past(make_rig, version_wait):
+    """With "end" each group would end at once, however often it is started again."""
+    rig = make_rig()
+    params = SamplingParams(max_tokens=24, policy_version=0, version_wait=version_wait)
+    collector = collect(rig, params=params, max_staleness=3)
+    next(collector)
+    rig.core.commit_version(1)
+    with pytest.raises(RequestError, match=r"prompts\[\d+\]: .*policy_version=0"):
+        list(collector)
+    rig.assert_clean()

@@ -62,21 +62,21 @@ def test_after_a_kill_and_an_update_no_episode_has_turns_of_both_versions(tmp_pa
 
 
 def test_a_version_for_all_episodes_ends_those_that_were_begun_under_it(tmp_path):
-    with killed_at(8):
-        play(make_policy(), journal=tmp_path, policy_version=0, num_samples=2)
+    with killed_at(6):
+        play(make_policy(), journal=tmp_path, policy_version=0)
     policy = make_policy()
     push(policy)
-    made = play(policy, journal=tmp_path, policy_version=0, num_samples=2)
-    assert list(made["ended_by"]) == ["policy_version"] * 2 and versions_of(made, 0) == versions_of(made, 1) == {0}
+    made = play(policy, journal=tmp_path, policy_version=0)
+    assert list(made["ended_by"]) == ["policy_version"] and versions_of(made) == {0}
 
 
 def test_an_episode_that_begins_anew_takes_the_version_that_is_live(tmp_path):
-    with killed_at(10):
-        play(make_policy(), Drifting, journal=tmp_path, pin_version=True, num_episodes=2)
+    with killed_at(7):
+        play(make_policy(), Drifting, journal=tmp_path, pin_version=True)
     policy = make_policy()
     push(policy)
-    made = play(policy, Drifting, journal=tmp_path, pin_version=True, num_episodes=2)
-    assert made["ended_by"] == ["terminated"] * 2 and versions_of(made, 0) == versions_of(made, 1) == {1}
+    made = play(policy, Drifting, journal=tmp_path, pin_version=True)
+    assert list(made["ended_by"]) == ["terminated"] and versions_of(made) == {1}
 
 
 class Slow(Counting):
