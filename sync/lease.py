@@ -75,7 +75,7 @@ class Lease:
 
     def at(self, version: int) -> "Lease | None":
         """The same lease on a step of the chain; None if it has none of that version."""
-        for i, step in enumerate(self.pointer.steps):
+        for i, step in reversed([*enumerate(self.pointer.steps)]):  # the newest, if a trainer went back to a number
             if step.version == version:
                 pointer = msgspec.structs.replace(step, before=self.pointer.steps[:i])
                 return Lease(pointer, self._held[: i + 1], self.links[:i])

@@ -64,8 +64,8 @@ def publish(
         reset_version: allow a version that is not higher (a trainer that restarted).
         num_threads: how many threads cast, digest and write.
         delta: write the elements that changed since the current version alone. The first version is whole, and so is
-            one of other names, dtypes, shapes or ties, one that follows changes of half of all bytes, and one whose
-            current version is damaged. Readers need no option.
+            one of other names, dtypes, shapes or ties, one that follows changes of half of all bytes, one that is not
+            higher, and one whose current version is damaged. Readers need no option.
         anchor_every: with `delta`, one version in this number is whole (an anchor), from 1 to 257.
 
     Raises `StaleVersion`; `ManifestMismatch` for tensors or names that cannot be published; `SyncError` when another
@@ -227,7 +227,8 @@ def _publish(
         lease = lease_current(store)
         if not lease.problem or version < current.version:
             return _published_already(store, lease, offer, version)
-    base = DeltaBase.find(store, offer) if current is not None and anchor_every > 1 else None
+    grows = current is not None and version > current.version  # a chain has each version once
+    base = DeltaBase.find(store, offer) if grows and anchor_every > 1 else None
     is_link = base is not None and base.takes_link(anchor_every)
     kept = {step.directory for step in current.steps} if current else ()
     try:

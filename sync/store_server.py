@@ -39,6 +39,10 @@ logger = logging.getLogger("sync")
 _LEAST_KEY = 16
 _CHUNK_BYTES = 1 << 20
 _SOCKET_SECONDS = 60.0
+_MAX_CONNECTIONS = 256
+"""Open at once, each with a thread of the trainer's process."""
+_WAIT_SECONDS = 1.0
+"""How long one more waits for the end of another, before it is closed."""
 _NO_LINK = b"null"
 _PATH = re.compile(r"/weights/(current|[0-9]{1,19})")
 _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{1,19})?")
@@ -64,10 +68,9 @@ class StoreServer(AbstractContextManager["StoreServer"]):
         self._lease: tuple[Pointer, Lease] | None = None
         handler = type("Handler", (_Handler,), {"store": self})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = _Server((host, port), handler)
         except OSError as problem:
             raise SyncError(f"{directory} cannot be served at {host}:{port}: {problem.strerror}.") from None
-        self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_port}"
         """Address for `pull`."""
         self._thread = threading.Thread(target=self._server.serve_forever, name="store-server", daemon=True)
@@ -94,7 +97,8 @@ class StoreServer(AbstractContextManager["StoreServer"]):
             if self._lease is None or self._lease[0] != pointer:
                 self._lease = None  # else its steps could not be removed until the next request
                 self._lease = pointer, lease_current(self._directory)
-            return self._lease[1].at(self._lease[1].pointer.version if name == "current" else int(name))
+            lease = self._lease[1]
+            return lease if name == "current" else lease.at(int(name))
 
 
 def serve_store(directory: str | PathLike[str], *, key: str, host: str = "127.0.0.1", port: int = 0) -> StoreServer:
@@ -108,6 +112,27 @@ def serve_store(directory: str | PathLike[str], *, key: str, host: str = "127.0.
     if not isinstance(key, str) or len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable():
         raise SyncError(f"key is not allowed: must be {_LEAST_KEY} printable characters of ASCII or more.")
     return StoreServer(Path(directory), key, host, port)
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves `_MAX_CONNECTIONS` connections at once."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether a connection may be served; it is closed if not."""
+        return self._free.acquire(timeout=_WAIT_SECONDS)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -124,9 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a request."""
         if not self.store.takes_key(self.headers.get("Authorization", "")):
             return self._refuse(401, "The key is missing or another: send Authorization: Bearer KEY.")
-        url = urllib.parse.urlsplit(self.path)
-        found = _PATH.fullmatch(url.path)
-        part = urllib.parse.parse_qs(url.query).get("part", [""])[-1]
+        path, _, query = self.path.partition("?")
+        found = _PATH.fullmatch(path)
+        part = urllib.parse.parse_qs(query).get("part", [""])[-1]
         if found is None or part not in ("", CHANGES, "tensors"):
             return self._refuse(404, "Expected /weights/{version}, ?part=changes or ?part=tensors.")
         try:
@@ -151,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = _RANGE.fullmatch(self.headers.get("Range", "bytes=0-"))
         start = int(found[1]) if found else size
         end = min(int(found[2]) + 1 if found and found[2] else size, size)
-        if start >= end and size:
+        if start >= end and (start or size):
             return self._refuse(416, f"Range is not allowed: expected bytes=FIRST-LAST of {size} bytes.")
         self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("Content-Type", "application/octet-stream")

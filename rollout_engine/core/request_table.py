@@ -107,8 +107,12 @@ class RequestTable:
         return [
             request
             for first, request in self.by_id.items()
-            if ends_at_commit(request.source.params, version, has_begun=first not in self._held)
+            if ends_at_commit(request.source.params, version, has_begun=self._has_begun(first, request))
         ]
+
+    def _has_begun(self, first: int, request: Request) -> bool:
+        """Whether a request is not held, or has tokens that an earlier engine sampled."""
+        return first not in self._held or bool(request.source.output_token_ids)
 
     def hold_until_prepared(self, request: Request, preparation: Preparation) -> None:
         """Keep a request back until `preparation` is complete."""

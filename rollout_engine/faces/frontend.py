@@ -74,6 +74,8 @@ class Frontend:
             on_closed=self.spans.request,
             quantization=config.quantization,
         )
+        self.num_updates = 0
+        """Weight updates through this object so far, failed ones included: a version may come again with others."""
         self._ids = RequestIds(self.streams.__contains__)
         self._admitting = threading.Lock()
         """Requests are numbered in the order in which they are sent to the core."""

@@ -29,6 +29,8 @@ _notices: "WeakKeyDictionary[HasUpdates, ChangeNotice]" = WeakKeyDictionary()
 class HasUpdates(Protocol):
     """A front end, as an update sees it."""
 
+    num_updates: int
+
     @property
     def client(self) -> EngineClient: ...
     @property
@@ -101,7 +103,10 @@ def _carry_out_and_note(
 ) -> UpdateReport:
     """Carry the update out, and note on a module which version it was sent as, for `exact.check`."""
     state = weights_state(source)
-    report = _carry_out_of(merge)(frontend, source, version, options)
+    try:
+        report = _carry_out_of(merge)(frontend, source, version, options)
+    finally:
+        frontend.num_updates += 1
     if not options.draft:
         note_sent(source, state, report.version)
     return report

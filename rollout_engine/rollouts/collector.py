@@ -215,7 +215,7 @@ class RolloutCollector:
     def _refill(self, *, waiting: bool) -> None:
         """Start as many groups as may be open."""
         while self._control.num_to_start(waiting=waiting) and self._has_next():
-            recalled = self._journal.recall(self._next[0].index)
+            recalled = self._journal.recall(self._next[0])
             try:
                 if recalled is None or recalled.output is None:
                     task = self._run.start(self._next[0], [] if recalled is None else recalled.parts)

@@ -155,6 +155,7 @@ class RolloutRun:
         for output in self._reader.read() if self._running else ():
             task = self._running.pop(output.request_id)
             if self._keeps_aborted and any(sample.finish_reason == "abort" for sample in output.outputs):
+                _refuse_endless(task, output)
                 self.aborted.append(task)
                 continue
             _check_samples(task.index, output)
@@ -230,6 +231,13 @@ class RolloutRun:
         done = {group.index for group in complete}
         self._rewarding = [entry for entry in self._rewarding if entry[0].index not in done]
         return complete
+
+
+def _refuse_endless(task: GroupTask, output: RequestOutput) -> None:
+    """Raise `RequestError` for a group that would end at once each time that it was started again."""
+    errors = [sample.error for sample in output.outputs if sample.error is not None]
+    if errors and task.params.version_wait == "end":
+        raise at_index("prompts", task.index, RequestError(errors[0], field="policy_version"))
 
 
 def _check_samples(index: int, output: RequestOutput) -> None:

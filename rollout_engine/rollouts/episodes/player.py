@@ -185,8 +185,18 @@ class Player:
         return params.clone(**changes) if changes else params
 
     def note_answer(self, key: int, ask: Ask, sample: CompletionOutput) -> None:
-        """Count an answer to a turn that an earlier process asked for."""
+        """Note an answer to a turn that an earlier process asked for: its thinking, and the version that it keeps."""
         self._count_thinking(key, ask, sample)
+        self._played.add(key)
+        if self._plan.pins_version:
+            self._versions.update((key, span.policy_version) for span in sample.version_spans)
+
+    def forget(self, key: int) -> None:
+        """Forget the turns of an episode, which begins anew."""
+        self._versions.pop(key, None)
+        self._played.discard(key)
+        for of_seat in [each for each in self._num_thought if each[0] == key]:
+            del self._num_thought[of_seat]
 
     def _count_thinking(self, key: int, ask: Ask, sample: CompletionOutput) -> None:
         if self._plan.episode_thinking_budget is None:

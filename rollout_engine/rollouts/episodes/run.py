@@ -212,7 +212,7 @@ class EpisodeRun:
 
     def _end_again(self, episode: Episode, script: Script) -> None:
         """Take an episode that ended in an earlier process through its events, without its environment."""
-        while not isinstance(event := script.take(), Ended):
+        while not isinstance(event := script.take_before_end(), Ended):
             if isinstance(event, Answered):
                 episode.take_sample(event.sample)
             else:
@@ -250,6 +250,8 @@ class EpisodeRun:
         assert self.tape is not None, "it has the events"
         self.tape.note_restart(episode.key)
         self._calls.close(episode.key)
+        for player in self._players:
+            player.forget(episode.key)
         self._scripts[episode.key] = Script([])
         self._running[episode.key] = self._new_episode(episode.key, episode.group, episode.member)
         self._calls.reset(episode.key, self._plan.env_seed(episode.group))
@@ -305,9 +307,9 @@ class EpisodeRun:
     def _end(self, episode: Episode, *, is_new: bool = True) -> None:
         """Take an episode that has ended out. `is_new`: not in an earlier process."""
         del self._running[episode.key]
-        self._scripts.pop(episode.key, None)
+        script = self._scripts.pop(episode.key, Script([]))
         if is_new and self.tape is not None:
-            self.tape.note_end(episode.key, episode.ended_by, episode.error)
+            self.tape.note_end(episode.key, episode.ended_by, episode.error, num_left=len(script))
         self._calls.close(episode.key)
         if episode.error is not None:
             self._failures.append((episode.error, self._causes.pop(episode.key, None)))

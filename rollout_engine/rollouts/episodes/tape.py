@@ -10,7 +10,7 @@ rollout's own tools and functions are taken from the journal. Then it continues 
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -62,6 +62,8 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     key: int
     ended_by: EndedBy | None = None
     error: str | None = None
+    num_left: int = 0
+    """Events before it that the episode has not had: its time was up while it was played again."""
 
 
 class Restarted(msgspec.Struct, tag="restarted", frozen=True):
@@ -98,17 +100,19 @@ class Script:
         self.has_taken = False
         """Whether `matches` has taken the last result that arrived."""
 
-    def __bool__(self) -> bool:
-        return bool(self._events)
+    def __len__(self) -> int:
+        return len(self._events)
 
     @property
     def has_end(self) -> bool:
         """Whether the episode has ended in it."""
         return bool(self._events) and isinstance(self._events[-1], Ended)
 
-    def take(self) -> Event:
-        """Take the next event."""
-        return self._events.popleft()
+    def take_before_end(self) -> Event:
+        """Take the next event of an episode that has ended; its end behind the last one that the episode has had."""
+        end = self._events[-1]
+        is_last = isinstance(end, Ended) and len(self._events) - 1 <= end.num_left
+        return self._events.pop() if is_last else self._events.popleft()
 
     def take_result(self) -> Any:
         """Take the next event if it needs no environment: a sample, messages or a text; else None."""
@@ -134,7 +138,8 @@ class EpisodeTape:
         self._weights, self._versions = FrontendWeights(frontend, plan.lora), dict[int, str]()
         self._lost: set[int] = set()
         """Episodes with turns by weights that no longer exist."""
-        self._live = -1
+        self._live, self._seen = -1, (-1, 0)
+        """The live version, as it was noted last; and with the updates before it."""
         self._before: dict[str, Any] | None = None
         options = msgspec.structs.replace(plan.journal, keep_segments=_KEEP)
         self._journal: Journal = open_with(options, "rollout", self._take)
@@ -162,23 +167,23 @@ class EpisodeTape:
                 logger.warning("%s: episode %d begins anew: %s", self._name, key, self._reason(key))
             self._write(Restarted(key))
             return Script([])
-        if versions - {self._live}:
+        if versions - {self._live} and not self.plan.pins_version:
             text = "%s: episode %d continues under version %d; its turns so far were sampled by %s"
             logger.warning(text, self._name, key, self._live, sorted(versions))
         return Script(events)
 
     def observe(self) -> None:
         """Note the live weights."""
-        version = self._weights.version
-        if version == self._live:
+        seen = version, _ = self._weights.version, self._weights.num_updates
+        if seen == self._seen:
             return
         try:
             digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
-        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+        if seen != (self._weights.version, self._weights.num_updates):  # the next call notes that update
             return
-        self._live = version
+        self._live, self._seen = version, seen
         if self._versions.get(version) != digest:
             self._write(LiveDigest(version, digest))
 
@@ -194,9 +199,9 @@ class EpisodeTape:
         if self._journal.is_full:
             self._journal.begin(self._identity, {})
 
-    def note_end(self, key: int, ended_by: EndedBy | None, error: str | None) -> None:
-        """Append the end of an episode."""
-        self._write(Ended(key, ended_by, error))
+    def note_end(self, key: int, ended_by: EndedBy | None, error: str | None, *, num_left: int = 0) -> None:
+        """Append the end of an episode. `num_left`: events of an earlier process that it has not had."""
+        self._write(Ended(key, ended_by, error, num_left))
 
     def note_restart(self, key: int) -> None:
         """Append that an episode begins anew, because its environment did not reply as before."""
@@ -252,15 +257,18 @@ class EpisodeTape:
         elif isinstance(record, Told):
             self._told.add(record.group)
         else:
-            if self._versions.get(record.version, record.digest) != record.digest:
-                self._lose(record.version)
-            self._versions[record.version] = record.digest
+            version, known = record.version, self._versions.get(record.version)
+            if known is None:  # turns before this record are of weights whose digest was not read
+                self._lose(lambda other: other == version)
+            elif known != record.digest:  # later ones no longer exist either
+                self._lose(lambda other: other >= version)
+            self._versions[version] = record.digest
 
-    def _lose(self, version: int) -> None:
-        """Note that tokens of `version` and later ones are of weights that no longer exist."""
+    def _lose(self, is_lost: Callable[[int], bool]) -> None:
+        """Note that turns by these versions are of weights that no longer exist, or of unknown ones."""
         for key, events in self._scripts.items():
             samples = [event.sample for event in events if isinstance(event, Answered)]
-            if any(span.policy_version >= version for sample in samples for span in sample.version_spans):
+            if any(is_lost(span.policy_version) for sample in samples for span in sample.version_spans):
                 self._lost.add(key)
 
 

@@ -4,6 +4,7 @@ Start ── Progress ── Progress ── Sampled ── Complete ── Deli
          new tokens of unfinished samples   all of them, then their rewards
 """
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -95,6 +96,8 @@ class Recalled(msgspec.Struct):
 class Contents(msgspec.Struct):
     """Places of a group's records, and the versions that sampled it."""
 
+    row: int | None = None
+    """Digest of its row."""
     parts: list[Location] = []
     sampled: Location | None = None
     complete: Location | None = None
@@ -105,8 +108,9 @@ class Contents(msgspec.Struct):
 
     @property
     def first_segment(self) -> int:
-        """The first segment that has a record of it."""
-        return min(each.segment for each in [*self.parts, self.sampled, self.complete] if each)
+        """The first segment that has a record of it; a large number without any."""
+        places = [*self.parts, self.sampled, self.complete]
+        return min([each.segment for each in places if each], default=sys.maxsize)
 
     def note_spans(self, samples: Sequence[CompletionOutput]) -> None:
         """Note the versions of more tokens."""
@@ -114,6 +118,10 @@ class Contents(msgspec.Struct):
             oldest = min(span.policy_version, span.kv_min_version)
             self.newest = max(self.newest, span.policy_version)
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+
+    def holds_version(self, version: int) -> bool:
+        """Whether tokens of `version` may be among its own."""
+        return self.oldest is not None and self.oldest <= version <= self.newest
 
     def fits(self, live: int) -> bool:
         """Whether it can be delivered, or continued, under the live version."""

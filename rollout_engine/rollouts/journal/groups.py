@@ -29,7 +29,14 @@ from rollout_engine.rollouts.journal.group_records import (
     output_of,
 )
 from rollout_engine.rollouts.journal.journal import Head, Journal, JournalOptions, Location, open_with
-from rollout_engine.rollouts.journal.position import OpenGroup, Position, add_row, check_identity
+from rollout_engine.rollouts.journal.position import (
+    OpenGroup,
+    Position,
+    add_row,
+    check_identity,
+    refuse_row,
+    row_digest,
+)
 from rollout_engine.rollouts.plan import GroupTask
 
 logger = logging.getLogger("rollout_engine")
@@ -53,6 +60,11 @@ class LiveWeights(Protocol):
         """The live version."""
         ...
 
+    @property
+    def num_updates(self) -> int:
+        """Updates so far: the same version after one may have other weights."""
+        ...
+
     def read_digest(self) -> str:
         """Their digest. Raises `LifecycleError` while they cannot be read."""
         ...
@@ -72,8 +84,8 @@ class GroupJournal:
         self._again: set[int] = set()
         """Groups whose next start makes their earlier records void."""
         self._before: dict[str, Any] | None = None
-        self._digest, self._live = "", -1
-        """Digest and version of the live weights, as they were read last."""
+        self._digest, self._live, self._seen = "", -1, (-1, 0)
+        """Digest and version of the live weights, as they were read last; that version and the updates before it."""
         self._journal: Journal | None = None
         if options is None:
             self.identity = make_identity(None)
@@ -95,16 +107,18 @@ class GroupJournal:
 
     def observe(self) -> None:
         """Note the live weights. Contents by weights of the same version with another digest no longer count."""
-        version = self._weights.version
-        if self._journal is None or (version == self._live and self._digest):
+        if self._journal is None:
+            return
+        seen = version, _ = self._weights.version, self._weights.num_updates
+        if seen == self._seen:
             return
         try:
             digest = self._weights.read_digest()
         except LifecycleError:  # asleep or in an update: there are no weights to read now
             return
-        if self._weights.version != version:  # there was an update meanwhile: the next call notes it
+        if seen != (self._weights.version, self._weights.num_updates):  # the next call notes that update
             return
-        self._live, self._digest = version, digest
+        self._live, self._digest, self._seen = version, digest, seen
         if self.position.weights.get(version) != self._digest:
             self._write(Weights(version, self._digest))
 
@@ -131,8 +145,12 @@ class GroupJournal:
             self._contents.pop(index, None)
         self._again.update(indexes)
 
-    def recall(self, index: int) -> Recalled | None:
-        """Read the contents of a group that is to start now; None if there are none that fit the live weights."""
+    def recall(self, task: GroupTask) -> Recalled | None:
+        """Read the contents of a group that is to start now; None if there are none that fit the live weights.
+
+        Raises `RequestError` if they are those of another row.
+        """
+        index = task.index
         contents = self._contents.get(index)
         if contents is None or not (contents.parts or contents.sampled):
             return None
@@ -140,6 +158,8 @@ class GroupJournal:
             self._log_unfit([index])
             self.forget([index])
             return None
+        if contents.row not in (None, row_digest(task)):
+            raise refuse_row(task)
         if contents.sampled is None:
             records = [self._read(place, Progress) for place in contents.parts]
             return Recalled([part for each in records for part in each.parts])
@@ -217,10 +237,11 @@ class GroupJournal:
         elif isinstance(record, Delivered):
             self._apply_delivery(record)
         elif isinstance(record, Loaded):
-            weights = {**self.position.weights, **record.position.weights}
-            self.position = msgspec.structs.replace(record.position.copy(), weights=weights)
+            for version, digest in sorted(record.position.weights.items()):
+                self._apply_weights(Weights(version, digest))
+            self.position = msgspec.structs.replace(record.position.copy(), weights=self.position.weights)
         else:
-            contents = self._contents.setdefault(record.index, Contents())
+            contents = self._contents_of(record.index)
             if isinstance(record, Complete):
                 contents.complete = location
             elif isinstance(record, Sampled):
@@ -251,14 +272,23 @@ class GroupJournal:
 
     def _apply_weights(self, record: Weights) -> None:
         weights = self.position.weights
-        if weights.get(record.version, record.digest) != record.digest:  # a trainer that went back, to other weights
+        if record.version not in weights:  # tokens before this record are of weights whose digest was not read
+            for contents in self._contents.values():
+                contents.is_lost |= contents.holds_version(record.version)
+        elif weights[record.version] != record.digest:  # a trainer that went back, to other weights
             for version in [each for each in weights if each > record.version]:
                 del weights[version]
+            for index in self.position.open:  # those in flight may have tokens of both that are not noted yet
+                self._contents_of(index).is_lost |= self._contents_of(index).sampled is None
             for contents in self._contents.values():
                 contents.is_lost |= contents.newest >= record.version
         weights[record.version] = record.digest
         for version in sorted(weights)[:-_MAX_VERSIONS]:
             del weights[version]
+
+    def _contents_of(self, index: int) -> Contents:
+        group = self.position.open.get(index)
+        return self._contents.setdefault(index, Contents(row=None if group is None else group.row))
 
     def _fits(self, index: int) -> bool:
         contents = self._contents.get(index)

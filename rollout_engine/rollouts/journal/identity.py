@@ -91,6 +91,11 @@ class FrontendWeights:
         """The live version."""
         return self._frontend.client.policy_version
 
+    @property
+    def num_updates(self) -> int:
+        """Updates so far: one with `reset_version=True` may have replaced the weights of a version."""
+        return self._frontend.num_updates
+
     def read_digest(self) -> str:
         """Digest of the live weights. Raises `LifecycleError` while they cannot be read."""
         results = _call_verb(self._frontend, "collective_rpc", "get_weight_digest")

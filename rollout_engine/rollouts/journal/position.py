@@ -11,6 +11,7 @@ from rollout_engine.rollouts.plan import GroupTask
 
 FORMAT = 1
 """Number of the form of `state_dict`."""
+SAME_DATASET = "Give the dataset that it had, from its first row and in the same order."
 _MASK = (1 << 64) - 1
 
 
@@ -135,6 +136,12 @@ def row_digest(task: GroupTask) -> int:
     state = xxhash.xxh3_64()
     _add(state, [task.prompt, dict(task.columns)])
     return state.intdigest()
+
+
+def refuse_row(task: GroupTask) -> RequestError:
+    """The error for a dataset that has another row than the one that a group began with."""
+    bound = "the row that its group began with"
+    return RequestError.for_field(f"dataset[{task.index}]", task.prompt, bound, SAME_DATASET)
 
 
 def add_row(rows: int, row: int) -> int:

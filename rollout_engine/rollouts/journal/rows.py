@@ -5,11 +5,9 @@ from collections.abc import Iterator, Mapping
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.rollouts.journal.position import Position, add_row, row_digest
+from rollout_engine.rollouts.journal.position import SAME_DATASET, Position, add_row, refuse_row, row_digest
 from rollout_engine.rollouts.plan import GroupTask
 from rollout_engine.text.picture_parts import holds_pictures
-
-_SAME = "Give the dataset that it had, from its first row and in the same order."
 
 
 def read_open_tasks(tasks: Iterator[GroupTask], position: Position) -> list[GroupTask]:
@@ -21,19 +19,19 @@ def read_open_tasks(tasks: Iterator[GroupTask], position: Position) -> list[Grou
     for index in range(position.num_rows):
         task = next(tasks, None)
         if task is None:
-            raise RequestError.for_field("dataset", f"{index} rows", f"at least {position.num_rows} rows long", _SAME)
+            raise RequestError.for_field(
+                "dataset", f"{index} rows", f"at least {position.num_rows} rows long", SAME_DATASET
+            )
         row = row_digest(task)
         rows = add_row(rows, row)
         group = position.open.get(index)
         if group is not None:
             if row != group.row:
-                raise RequestError.for_field(
-                    f"dataset[{index}]", task.prompt, "the row that its group began with", _SAME
-                )
+                raise refuse_row(task)
             found.append(task.with_seed(group.seed))
     if rows != position.rows:
         bound = f"the rows that were read before: digest {position.rows:016x}"
-        raise RequestError.for_field(f"dataset[:{position.num_rows}]", f"digest {rows:016x}", bound, _SAME)
+        raise RequestError.for_field(f"dataset[:{position.num_rows}]", f"digest {rows:016x}", bound, SAME_DATASET)
     return found
 
 

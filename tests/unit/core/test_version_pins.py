@@ -209,6 +209,18 @@ def test_the_rest_of_a_request_from_another_engine_ends_out_of_range_with_the_to
     rig.core.check_integrity()
 
 
+@pytest.mark.parametrize("pin, ends", [({"policy_version": 3}, True), ({"min_policy_version": 3}, False), ({}, False)])
+def test_the_rest_of_a_request_that_is_held_ends_if_its_version_is_pushed_again(rig, pin, ends):
+    rig.core.pause("keep")
+    rest = {"max_tokens": 9, "seed": 1, "first_sequence_id": 0, "output_token_ids": [5]}
+    rig.core.add_request(EngineCoreRequest(prompt_token_ids=[1, 2], params=SamplingParams(**pin), **rest))
+    rig.core.begin_update()
+    rig.core.commit_version(3)
+    rig.core.end_update(dirty=False)
+    assert [end.finish_reason for end in rig.core.step().ended] == ["abort"] * ends
+    rig.core.check_integrity()
+
+
 class PinningMonkey(Monkey):
     """Adds requests of which most ask for a version."""
 

@@ -4,8 +4,10 @@ import http.client
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
+import time
 import urllib.parse
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 import sync
 from sync.errors import SyncError, TransferTimeout
 from sync.pointer import read_pointer
+from sync.store_server import _MAX_CONNECTIONS
 from tests.unit.sync.chains import bytes_of, change_some, make_weights
 
 KEY = "a key of 16 characters or more"
@@ -229,3 +232,48 @@ def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, 
     found = json.loads(done.stdout)
     assert found["after"] == {"8": num_kills}
     assert set(found["killed"]) <= {"6", "8"} and found["killed"]["6"] > num_kills / 5
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_trainer_that_goes_back_to_a_number_has_its_new_weights_pulled(served, copy, version):
+    served.publish(2)
+    sync.pull(served.server.url, copy, key=KEY)
+    weights = change_some(np.random.default_rng(5), served._weights, 0.01)
+    sync.publish(served.directory, weights, version, delta=True, reset_version=True)
+    sync.pull(served.server.url, copy, key=KEY)
+    assert read(copy) == read(served.directory) == (version, bytes_of(weights))
+    assert not read_pointer(served.directory).before  # a chain has each version once
+
+
+def test_connections_beyond_the_most_are_closed_and_make_room_when_they_end(served):
+    place = urllib.parse.urlsplit(served.server.url)
+    silent = [socket.create_connection((place.hostname, place.port)) for _ in range(_MAX_CONNECTIONS)]
+    try:
+        with pytest.raises((http.client.HTTPException, OSError)):
+            served.send("/weights/current")
+    finally:
+        for each in silent:
+            each.close()
+    for _ in range(200):
+        try:
+            assert served.send("/weights/current")[0] == 200
+            break
+        except (http.client.HTTPException, OSError):
+            time.sleep(0.05)
+    else:
+        pytest.fail("no connection was taken again")
+
+
+@pytest.mark.parametrize("text", ["bytes=5-", "bytes=0-0", "bytes=-1", "bytes=9-3"])
+def test_no_range_of_changes_without_bytes_has_a_length_below_zero(served, text):
+    sync.publish(served.directory, served._weights, 2, delta=True)  # the same weights
+    assert served.send("/weights/2?part=changes") == (200, b"")
+    status, _ = served.send("/weights/2?part=changes", Range=text)
+    assert status in (206, 416)
+
+
+def test_a_path_that_is_no_url_is_not_found(served):
+    place = urllib.parse.urlsplit(served.server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        connection.sendall(f"GET http://[/ HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 404")
