@@ -32,14 +32,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 import torch
 from tensordict import NonTensorStack
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import FinishReason
-from rollout_engine.base.sampling_params import SamplingLike, SamplingParams, as_sampling_params
+from rollout_engine.base.sampling_params import SamplingLike, as_sampling_params
 from rollout_engine.batches.rollout_batch import Layout, rollout_batch
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.faces.verb_methods import Face
@@ -48,15 +47,12 @@ from rollout_engine.rollouts.episodes.rows import row_output
 from rollout_engine.rollouts.groups import GroupBatcher
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
-from rollout_engine.serve.sessions.call import check_forced
+from rollout_engine.serve.sessions.call import check_forced, forced_params
 from rollout_engine.serve.sessions.handlers import addresses
 from rollout_engine.sessions.errors import SessionNotFoundError
 from rollout_engine.sessions.rows import SessionRow
 from rollout_engine.sessions.session import Session
 from rollout_engine.text.tokenizer import TextCodec
-
-_DRAWS = ("temperature", "top_p", "top_k", "min_p")
-"""Sampling params that are forced even if they are the defaults: agents ask for draws of their own."""
 
 
 class GatewaySession:
@@ -80,6 +76,11 @@ class GatewaySession:
     def reward(self, reward: float, row: int | None = None) -> None:
         """Set the reward of the session, or of one of its rows. Raises `RequestError`."""
         self._session.set_reward(reward, row)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its rows are gone: it was deleted, or its time was over long ago."""
+        return self._session.is_deleted
 
     @property
     def total_reward(self) -> float | None:
@@ -146,16 +147,18 @@ class Gateway:
     ) -> RolloutBatch:
         """The rows of sessions as one TensorDict, session by session, with the keys of the table above.
 
-        `rewards`: one for each session; None: those that were set, if all were. A session without answers has no
-        row. Raises `RequestError` if no session has one, and if some sessions have a reward and others have none.
+        `rewards`: one for each session; None: those that were set, if all were. A session without answers has one
+        row without tokens, so that its reward counts in its group. Raises `RequestError` if none has an answer, if one
+        is given twice or was closed, and if some sessions have a reward and others have none.
         """
+        _check_sessions(sessions)
         if rewards is not None:
             if len(rewards) != len(sessions):
                 raise RequestError.for_field("rewards", list(rewards), f"one for each of {len(sessions)} sessions")
             for session, reward in zip(sessions, rewards, strict=True):
                 session.reward(float(reward))
-        rows = [(index, row) for index, session in enumerate(sessions) for row in session.rows()]
-        if not rows:
+        rows = [(index, row) for index, session in enumerate(sessions) for row in session.rows() or [_empty(session)]]
+        if not any(row.samples for _, row in rows):
             raise RequestError.for_field("sessions", f"{len(sessions)} sessions", "some with an answer of the policy")
         codec = self._policy.frontend.inputs.codec
         assert codec is not None, "sessions need a tokenizer"
@@ -191,8 +194,8 @@ class GatewayMethods(Face):
 
         Args:
             sampling_params: params of every request of every session, over those that agents ask for. A
-                `SamplingParams` forces temperature, top_p, top_k and min_p, and its fields that are not the defaults; a
-                dictionary forces the params that it has.
+                `SamplingParams` forces the distribution (`serve.sessions.call.DRAWS`), and its fields that are not the
+                defaults; a dictionary forces the params that it has.
             host, port: the address to listen on; 0: a port that is free.
             options: further fields of `ServeOptions`. Keys are drawn unless given: an agent has that of its session.
 
@@ -208,9 +211,7 @@ def forced_fields(given: SamplingLike) -> dict[str, Any]:
     """The sampling params that a session forces on its requests. Raises `RequestError`."""
     if isinstance(given, dict):
         return check_forced(given)
-    values, default = msgspec.structs.asdict(as_sampling_params(given)), SamplingParams()
-    changed = [name for name, each in values.items() if name in _DRAWS or each != getattr(default, name)]
-    return check_forced({name: values[name] for name in changed})
+    return check_forced(forced_params(as_sampling_params(given)))
 
 
 def _batch(
@@ -234,7 +235,7 @@ def _batch(
             request_id=f"{row.session_id}-{row.row}",
             index=members[index],
             finish_reason=_finish_reason(row),
-            seed=row.samples[0][1].seed,
+            seed=row.samples[0][1].seed if row.samples else 0,
         )
         for index, row in rows
     ]
@@ -265,7 +266,8 @@ def _add_ends(batch: RolloutBatch, rows: Sequence[SessionRow]) -> None:
     ends = [max(row.turns, default=-1) + 1 for row in rows]
     rewards = torch.zeros(len(rows), max(ends), dtype=torch.float32)
     for index, row in enumerate(rows):
-        rewards[index, ends[index] - 1] = row.reward or 0.0
+        if row.samples:
+            rewards[index, ends[index] - 1] = row.reward or 0.0
     batch["rewards", "turn"] = rewards
     batch["num_turns"] = torch.tensor([len(row.samples) for row in rows], dtype=torch.int64)
     cut = torch.tensor([_finish_reason(row) != "stop" for row in rows]).unsqueeze(-1)
@@ -292,5 +294,18 @@ def _group_ids(given: Sequence[int | str | None]) -> list[int]:
     return found
 
 
+def _check_sessions(sessions: Sequence[GatewaySession]) -> None:
+    """Raise `RequestError` for a session that is given twice, or has been closed."""
+    if len({session.id for session in sessions}) < len(sessions):
+        raise RequestError.for_field("sessions", [session.id for session in sessions], "each given once")
+    if closed := [session.id for session in sessions if session.is_closed]:
+        raise RequestError.for_field("sessions", closed, "open: `close` deletes the rows, so batch them before")
+
+
+def _empty(session: GatewaySession) -> SessionRow:
+    """Make the row of a session without answers."""
+    return SessionRow(session.id, 0, -1, "start", [], reward=session.total_reward)
+
+
 def _finish_reason(row: SessionRow) -> FinishReason:
-    return row.samples[-1][1].finish_reason or "abort"
+    return (row.samples[-1][1].finish_reason if row.samples else None) or "abort"

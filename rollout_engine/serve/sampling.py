@@ -160,7 +160,6 @@ CHAT_PEERS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prediction": (),
-    "reasoning_effort": (),
     "web_search_options": (),
 }
 """The same for conversations."""

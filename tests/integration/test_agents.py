@@ -64,9 +64,13 @@ def program(tmp_path):
 
 
 def ask(session, messages):
+    return post(session, {"messages": messages, "max_tokens": 8})
+
+
+def post(session, body):
     request = urllib.request.Request(
         f"{session.openai_base_url}/chat/completions",
-        json.dumps({"messages": messages, "max_tokens": 8}).encode(),
+        json.dumps(body).encode(),
         {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as response:
@@ -185,6 +189,23 @@ def test_params_of_token_ids_are_forced_too(policy):
     params = SamplingParams(max_tokens=8, logit_bias={70: 100.0})
     batch = policy.rollout(TASKS, params, env=Agent(converse), seed=1, use_tqdm=False)
     assert set(batch["tokens", "full"][batch["masks", "all_assistant_mask"]].tolist()) == {70}
+
+
+@pytest.mark.parametrize("own", [{"logit_bias": {"70": 100}}, {"allowed_token_ids": [70]}, {"presence_penalty": 2}])
+def test_an_agents_own_changes_of_the_distribution_are_replaced(policy, own):
+    def biased(session, task):
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **task}
+        return float(len(post(session, body)["content"]))
+
+    found, plain = (policy.rollout([each], PARAMS, env=Agent(biased), seed=1, use_tqdm=False) for each in (own, {}))
+    assert_same(found, plain)
+
+
+@pytest.mark.parametrize("versions", [{"policy_version": 7}, {"min_policy_version": 7}])
+def test_agents_ask_for_versions_too(policy, versions):
+    params = PARAMS.clone(version_wait="refuse")
+    with pytest.raises(EpisodeError, match="503|policy_version"):
+        policy.rollout(TASKS, params, env=Agent(converse), use_tqdm=False, **versions)
 
 
 def test_all_that_fail_raise_the_first_fault(policy):

@@ -190,3 +190,32 @@ def test_kv_of_earlier_turns_is_found(policy):
 
     asyncio.run(run())
     assert known > 2_000 and computed <= 0.05 * known, (computed, known)
+
+
+def test_a_session_without_answers_counts_in_its_group(gateway):
+    sessions = [gateway.session(group_id=5) for _ in range(2)]
+    play(gateway, sessions[:1], 1, 50)
+    batch = gateway.batch(sessions, rewards=[1.0, 0.0])
+    has_tokens = batch["masks", "all_assistant_mask"].any(-1)
+    assert batch["session_id"] == [batch["session_id"][0]] * (len(batch) - 1) + [sessions[1].id]
+    assert not has_tokens[-1] and has_tokens[:-1].all()
+    advantage = advantages.grpo(batch["next", "reward"], batch["group_id"], episode_ids=batch["episode_id"])
+    assert advantage[0] > 0 > advantage[-1]
+
+
+def test_sessions_that_have_no_rows_to_give_are_refused(gateway):
+    first, closed = gateway.session(), gateway.session()
+    play(gateway, [first, closed], 1, 60)
+    closed.close()
+    with pytest.raises(RequestError, match="each given once"):
+        gateway.batch([first, first])
+    with pytest.raises(RequestError, match=f"{closed.id}.*batch them before"):
+        gateway.batch([first, closed])
+
+
+def test_a_session_counts_tokens_for_a_model_of_any_name(gateway):
+    session = gateway.session()
+    body = {"model": "claude-sonnet-4-5", "messages": HELLO}
+    url = f"{session.anthropic_base_url}/v1/messages/count_tokens"
+    found = httpx2.post(url, json=body, headers={"x-api-key": session.api_key})
+    assert found.status_code == 200 and found.json()["input_tokens"] > 0, found.text

@@ -14,12 +14,11 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.agents.agent import Agent
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
+from rollout_engine.serve.sessions.call import forced_params
 
 _MAX_COUNT = 1_000_000
 _MAX_IN_FLIGHT = 64
 """Agents that run at once, unless `max_in_flight` is given."""
-_DRAWS = ("temperature", "top_p", "top_k", "min_p")
-"""Parameters that replace an agent's own even if they are the defaults."""
 _OF_REQUESTS = ("n", "seed", "output_kind", "detokenize")
 _OPTIONS = ("env", "num_episodes", "episode_timeout", "max_in_flight", "max_turns", "max_episode_tokens")
 """Those of `EpisodeOptions` that agents have."""
@@ -50,7 +49,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
         """Check the arguments of `RolloutPolicy.rollout(tasks, params, env=Agent(...))`. Raises `RequestError`."""
         options = arguments.options
         _refuse_beside_agent(arguments)
-        arguments, params = arguments.normalize(), arguments.sampling_params
+        arguments = arguments.normalize()
+        params = arguments.sampling_params
         if isinstance(params, list | tuple):
             raise RequestError.for_field("sampling_params", params, "one for all requests of all agents")
         checked = for_rollout(params, arguments.num_samples, None, 0)
@@ -96,9 +96,7 @@ class AgentPlan(msgspec.Struct, frozen=True):
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling params of every request, over those that the agent asks for."""
-        fields, default = msgspec.structs.asdict(self.params), SamplingParams()
-        changed = {name: each for name, each in fields.items() if name in _DRAWS or each != getattr(default, name)}
-        return {name: each for name, each in changed.items() if name not in _OF_REQUESTS}
+        return {name: each for name, each in forced_params(self.params).items() if name not in _OF_REQUESTS}
 
     @property
     def most_seconds(self) -> float:

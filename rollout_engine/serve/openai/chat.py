@@ -9,6 +9,7 @@ from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.call import GenerationFields, salt_of
 from rollout_engine.serve.chat.answers import AnswerReader, join_pieces
 from rollout_engine.serve.chat.call import Answer, ChatCall, write_calls
+from rollout_engine.serve.chat.effort import template_variables
 from rollout_engine.serve.chat.request import ChatRequest, must_show_tools, without_hidden_tools
 from rollout_engine.serve.chat.tools import RequestTools
 from rollout_engine.serve.openai.logprobs import chat_logprobs
@@ -43,6 +44,8 @@ class ChatBody(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    """For chat templates that read it."""
     separate_reasoning: bool | None = None
     """Give thinking as `reasoning_content`, apart from the content; None: the server's own way."""
     required_prefix_token_ids: list[int] | None = None
@@ -69,7 +72,11 @@ class _OpenAIChat(ChatCall):
         _check_prefix(served, asked)
         tools = RequestTools.of(served, body.tools, body.tool_choice, body.chat_template)
         settings = _settings(served, body, tools)
-        options = without_hidden_tools(served, body.messages, chat_options(body), body.tool_choice)
+        variables = template_variables(served, body.chat_template, effort=body.reasoning_effort, thinks=None)
+        given = chat_options(body)
+        if variables:
+            given["chat_template_kwargs"] = variables | (body.chat_template_kwargs or {})
+        options = without_hidden_tools(served, body.messages, given, body.tool_choice)
         request = ChatRequest(
             messages=body.messages,
             tools=body.tools,

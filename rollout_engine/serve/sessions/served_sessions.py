@@ -106,6 +106,7 @@ class SessionRequest:
     async def answer(self, route: Route, asked: Asked, served: Any, data: bytes) -> Reply | Events:
         """The response; a request that is sent again gets that of the first. `data`: of the body. `leave` it after."""
         if route.verb != "generate":
+            await _accept_model(asked, served)
             return await route.answer(served, asked)
         asked.session_name = self.session.id
         key = await asked.read_fields(_digest_of, route.path, asked.headers.get("idempotency-key"), data)
@@ -137,6 +138,8 @@ class SessionRequest:
 
 async def _accept_model(asked: Asked, served: Any) -> None:
     """Have a name that is no adapter's mean the model that is served: agents have names of their own."""
+    if not hasattr(asked.body, "model"):  # a GET
+        return
     try:
         await served.adapter_of(asked.body.model)
     except HttpProblem:
