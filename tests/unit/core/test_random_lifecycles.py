@@ -27,6 +27,7 @@ REQUESTS = st.lists(
     max_size=3,
 )
 """(prompt length, fields) each."""
+MAX_STEPS = 2_000
 BEFORE = st.tuples(REQUESTS, st.integers(0, 6), st.sampled_from([False] * 15 + [True]))
 """What is added, how many steps are taken, and whether the first of them fails."""
 
@@ -129,8 +130,10 @@ class Lifecycles(RuleBasedStateMachine):
 
     def teardown(self):
         self.rig.fail_at_steps.clear()
-        while self.lifecycle.draining:
-            self.rig.step()
+        for _ in range(MAX_STEPS):
+            if self.lifecycle.draining:
+                self.rig.step()
+        assert not self.lifecycle.draining, f"{self.live} have not ended after {MAX_STEPS} steps"
         self.rig.wake_up()
         if self.lifecycle.dirty:
             self.rig.update()
