@@ -27,11 +27,10 @@ class Answer:
         self.waiters = 0
         self.ended_at: float | None = None
         """When it was complete; None: it runs, or it failed."""
-        self._make = make
         self._reply: Reply | Events | None = None
         self._events: list[Any] = []
         self._readers: list[asyncio.Future[None]] = []
-        self.task = asyncio.ensure_future(self._run())
+        self.task = asyncio.ensure_future(self._run(make))
         self.task.add_done_callback(self._end)
 
     @property
@@ -39,8 +38,9 @@ class Answer:
         """Whether no more copies of the request may have it."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
-    async def _run(self) -> None:
-        self._reply = await self._make()
+    async def _run(self, make: Callable[[], Awaitable[Reply | Events]]) -> None:
+        self._reply = await make()
+        del make  # it holds the request
         if isinstance(self._reply, Events):
             self._wake_readers()
             async for event in self._reply.events:

@@ -1,13 +1,17 @@
 """Bounds of sessions over HTTP: late ends, answers that a session cuts, and long conversations behind short bodies."""
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import httpx2
 import pytest
 
 from rollout_engine.serve.app import App
 from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.route import Reply
+from rollout_engine.serve.sessions.retries import Retries
 
 from .test_sessions import CHAT, HELLO, Agents, path_of
 
@@ -65,3 +69,24 @@ def test_a_short_body_behind_a_long_conversation_is_placed_off_the_event_loop(ag
         assert response.status_code == 200, response.text
         previous = response.json()["id"]
     assert threads[0] is threading.main_thread() and threads[-1] is not threading.main_thread()
+
+
+def test_an_answer_that_is_kept_for_retries_does_not_keep_its_request():
+    class Request:
+        """Stands for a body of megabytes."""
+
+    async def run():
+        retries, request = Retries(60.0), Request()
+        held = weakref.ref(request)
+
+        async def reply(_=request):
+            return Reply("answer")
+
+        answer = retries.join(b"key", reply, 0.0)
+        assert (await answer.read()).body == "answer"
+        retries.leave(b"key", answer, 0.0)
+        del request, reply
+        gc.collect()
+        return len(retries), held()
+
+    assert asyncio.run(run()) == (1, None)
