@@ -75,7 +75,7 @@ class Frontend:
             quantization=config.quantization,
         )
         self.num_updates = 0
-        """Weight updates through this object so far, failed ones included: a version may come again with others."""
+        """Weight updates through this object so far, failed ones too: the same version may then have other weights."""
         self._ids = RequestIds(self.streams.__contains__)
         self._admitting = threading.Lock()
         """Requests are numbered in the order in which they are sent to the core."""
