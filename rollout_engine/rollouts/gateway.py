@@ -47,9 +47,10 @@ from rollout_engine.rollouts.episodes.rows import row_output
 from rollout_engine.rollouts.groups import GroupBatcher
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
-from rollout_engine.serve.sessions.call import check_forced, forced_params
+from rollout_engine.serve.sessions.call import check_forced
 from rollout_engine.serve.sessions.handlers import addresses
 from rollout_engine.sessions.errors import SessionNotFoundError
+from rollout_engine.sessions.forced_params import forced_params
 from rollout_engine.sessions.rows import SessionRow
 from rollout_engine.sessions.session import Session
 from rollout_engine.text.tokenizer import TextCodec
@@ -194,7 +195,7 @@ class GatewayMethods(Face):
 
         Args:
             sampling_params: params of every request of every session, over those that agents ask for. A
-                `SamplingParams` forces the distribution (`serve.sessions.call.DRAWS`), and its fields that are not the
+                `SamplingParams` forces the distribution (`sessions.forced_params.DRAWS`), and its fields that are not the
                 defaults; a dictionary forces the params that it has.
             host, port: the address to listen on; 0: a port that is free.
             options: further fields of `ServeOptions`. Keys are drawn unless given: an agent has that of its session.

@@ -14,7 +14,7 @@ from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.agents.agent import Agent
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
-from rollout_engine.serve.sessions.call import forced_params
+from rollout_engine.sessions.forced_params import forced_params
 
 _MAX_COUNT = 1_000_000
 _MAX_IN_FLIGHT = 64

@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import msgspec
-
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.sampling_params import SamplingParams
@@ -28,19 +26,6 @@ _MAX_KEPT = 64
 _FEW_MESSAGES = 8
 """Messages that are found on the event loop if the body is short, too."""
 ForcedParams: TypeAlias = dict[tuple[int, str], tuple[SamplingParams, SamplingParams]]
-
-
-DRAWS = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "allowed_token_ids", "bad_words"),
-)
-"""Parameters of the distribution that is drawn from. They replace an agent's own even if they are the defaults."""
-
-
-def forced_params(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that a session forces if all its requests are to be sampled by `params`."""
-    fields, default = msgspec.structs.asdict(params), SamplingParams()
-    return {name: value for name, value in fields.items() if name in DRAWS or value != getattr(default, name)}
 
 
 def check_forced(sampling: Mapping[str, Any]) -> dict[str, Any]:
