@@ -195,7 +195,7 @@ class GatewayMethods(Face):
 
         Args:
             sampling_params: params of every request of every session, over those that agents ask for. A
-                `SamplingParams` forces the distribution (`sessions.forced_params.DRAWS`), and its fields that are not the
+                `SamplingParams` forces the distribution (`sessions.forced_params.DRAWS`), and fields that are not the
                 defaults; a dictionary forces the params that it has.
             host, port: the address to listen on; 0: a port that is free.
             options: further fields of `ServeOptions`. Keys are drawn unless given: an agent has that of its session.
