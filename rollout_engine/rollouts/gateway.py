@@ -7,23 +7,9 @@
         batch = gateway.batch(sessions, rewards=[...])
     advantage = advantages.grpo(batch["next", "reward"], batch["group_id"])
 
-The keys of a batch are those of `batches.rollout_batch`, and these; one row for each row of each session.
-
-    key                     shape               meaning
-    ("masks", "turn")       [B, T]              int64; number of the session's answer that wrote a token, -1 elsewhere
-    "session_id"            [B]                 the session's id
-    "episode_id"            [B]                 int64; number of the session among those of the batch
-    "group_id"              [B]                 int64; the session's own if it is an int, else a number for each name;
-                                                sessions without one are a group each
-    "row_index"             [B]                 int64; number of the row in its session
-    "parent_row"            [B]                 int64; number of the row that it branches from, -1 for none
-    "began"                 [B]                 why it began: `rollout_engine.sessions.branches.Reason`
-    "num_turns"             [B]                 int64; answers that the row sampled
-    ("rewards", "turn")     [B, most turns]     float32; the reward of the row at its last answer, 0 elsewhere
-    ("next", "reward")      [B, 1]              float32; the session's reward, or the row's own; only with rewards
-    "messages"              [B]                 the row's conversation as the agent has it
-
-The other keys of episodes (`rollouts.episodes.rows`) are there with the values of an episode that its agent ended.
+The keys of a batch are those of `rollouts.agents.rows`. "episode_id" is the number of the session among those of the
+batch; "group_id" the session's own if it is an int, else a number for each name, and sessions without one are a group
+each. ("next", "reward") is there if the sessions have rewards.
 """
 
 import secrets
@@ -32,18 +18,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-import torch
-from tensordict import NonTensorStack
-
 from rollout_engine.base.errors import RequestError
-from rollout_engine.base.outputs import FinishReason
 from rollout_engine.base.sampling_params import SamplingLike, as_sampling_params
-from rollout_engine.batches.rollout_batch import Layout, rollout_batch
+from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.faces.verb_methods import Face
-from rollout_engine.rollouts.episodes.conversation import Row
-from rollout_engine.rollouts.episodes.rows import row_output
+from rollout_engine.rollouts.agents.episode import AgentEpisode, Outcome
+from rollout_engine.rollouts.agents.rows import agent_batch
 from rollout_engine.rollouts.groups import GroupBatcher
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer
@@ -53,7 +34,6 @@ from rollout_engine.sessions.errors import SessionNotFoundError
 from rollout_engine.sessions.forced_params import forced_params
 from rollout_engine.sessions.rows import SessionRow
 from rollout_engine.sessions.session import Session
-from rollout_engine.text.tokenizer import TextCodec
 
 
 class GatewaySession:
@@ -158,14 +138,15 @@ class Gateway:
                 raise RequestError.for_field("rewards", list(rewards), f"one for each of {len(sessions)} sessions")
             for session, reward in zip(sessions, rewards, strict=True):
                 session.reward(float(reward))
-        rows = [(index, row) for index, session in enumerate(sessions) for row in session.rows() or [_empty(session)]]
-        if not any(row.samples for _, row in rows):
+        episodes = _episodes(sessions)
+        rows = [row for each in episodes for row in each.rows]
+        if not rows:
             raise RequestError.for_field("sessions", f"{len(sessions)} sessions", "some with an answer of the policy")
-        codec = self._policy.frontend.inputs.codec
-        assert codec is not None, "sessions need a tokenizer"
-        batch = _batch(sessions, rows, codec, pad_token_id=self._batcher.pad_token_id, layout=layout)
-        params = [each for _, row in rows for each in row.params]
-        return self._batcher.describe(batch, params, [each for _, row in rows for each in row.adapters], layout)
+        codec, pad_token_id = self._policy.frontend.inputs.codec, self._batcher.pad_token_id
+        has_rewards = _have_rewards(episodes)
+        batch = agent_batch(episodes, codec, pad_token_id=pad_token_id, layout=layout, has_rewards=has_rewards)
+        params, adapters = ([each for row in rows for each in getattr(row, name)] for name in ("params", "adapters"))
+        return self._batcher.describe(batch, params, adapters, layout)
 
     def delete(self, session_id: str) -> None:
         """Delete a session, if there still is one of this id."""
@@ -215,68 +196,32 @@ def forced_fields(given: SamplingLike) -> dict[str, Any]:
     return check_forced(forced_params(as_sampling_params(given)))
 
 
-def _batch(
-    sessions: Sequence[GatewaySession],
-    rows: Sequence[tuple[int, SessionRow]],
-    codec: TextCodec,
-    *,
-    pad_token_id: int,
-    layout: Layout,
-) -> RolloutBatch:
+def _episodes(sessions: Sequence[GatewaySession]) -> list[AgentEpisode]:
+    """Make an episode of each session: its rows, under its group's number."""
     groups = _group_ids([session.group_id for session in sessions])
-    members = [groups[:index].count(group) for index, group in enumerate(groups)]
-    given = [row.reward for _, row in rows]
+    return [
+        AgentEpisode(
+            key=key,
+            group=group,
+            member=groups[:key].count(group),
+            seed=rows[0].samples[0][1].seed if rows else 0,
+            session_id=session.id,
+            rows=rows,
+            outcome=Outcome(reward=None if rows else session.total_reward),
+        )
+        for key, (session, group) in enumerate(zip(sessions, groups, strict=True))
+        for rows in [session.rows()]
+    ]
+
+
+def _have_rewards(episodes: Sequence[AgentEpisode]) -> bool:
+    """Whether all rows have a reward. Raises `RequestError` if some have one, and others have none."""
+    given = [row.reward for each in episodes for row in each.rows]
+    given += [each.outcome.reward for each in episodes if not each.rows]
     if None in given and any(each is not None for each in given):
         bound = "set for every session, or for none"
         raise RequestError.for_field("rewards", given, bound, "Give rewards=, or call session.reward of each.")
-    outputs = [
-        row_output(
-            Row(row.prompt_token_ids, row.response, row.turns, row.samples),
-            codec,
-            request_id=f"{row.session_id}-{row.row}",
-            index=members[index],
-            finish_reason=_finish_reason(row),
-            seed=row.samples[0][1].seed if row.samples else 0,
-        )
-        for index, row in rows
-    ]
-    batch = rollout_batch(
-        outputs,
-        pad_token_id=pad_token_id,
-        group_ids=[groups[index] for index, _ in rows],
-        rewards=None if None in given else [[float(each)] for each in given if each is not None],
-        turns=[np.array(row.turns, np.int64) for _, row in rows],
-        layout=layout,
-    )
-    _add_ends(batch, [row for _, row in rows])
-    for name, values in (
-        ("episode_id", [index for index, _ in rows]),
-        ("row_index", [row.row for _, row in rows]),
-        ("parent_row", [row.parent_row for _, row in rows]),
-        ("seat", [0 for _ in rows]),
-    ):
-        batch[name] = torch.tensor(values, dtype=torch.int64)
-    batch["session_id"] = NonTensorStack(*(row.session_id for _, row in rows))
-    batch["began"] = NonTensorStack(*(row.began for _, row in rows))
-    batch["messages"] = NonTensorStack(*(row.messages for _, row in rows))
-    return batch
-
-
-def _add_ends(batch: RolloutBatch, rows: Sequence[SessionRow]) -> None:
-    """Add the keys of ends and of turns that batches of episodes have: a session ends when its agent does."""
-    ends = [max(row.turns, default=-1) + 1 for row in rows]
-    rewards = torch.zeros(len(rows), max(ends), dtype=torch.float32)
-    for index, row in enumerate(rows):
-        if row.samples:
-            rewards[index, ends[index] - 1] = row.reward or 0.0
-    batch["rewards", "turn"] = rewards
-    batch["num_turns"] = torch.tensor([len(row.samples) for row in rows], dtype=torch.int64)
-    cut = torch.tensor([_finish_reason(row) != "stop" for row in rows]).unsqueeze(-1)
-    batch["next", "terminated"], batch["next", "truncated"] = torch.ones_like(cut), torch.zeros_like(cut)
-    batch["next", "done"], batch["truncated"] = torch.ones_like(cut), cut
-    for name, value in (("ended_by", "terminated"), ("error", None)):
-        batch[name] = NonTensorStack(*(value for _ in rows))
-    batch["info"] = NonTensorStack(*({} for _ in rows))
+    return None not in given
 
 
 def _group_ids(given: Sequence[int | str | None]) -> list[int]:
@@ -301,12 +246,3 @@ def _check_sessions(sessions: Sequence[GatewaySession]) -> None:
         raise RequestError.for_field("sessions", [session.id for session in sessions], "each given once")
     if closed := [session.id for session in sessions if session.is_closed]:
         raise RequestError.for_field("sessions", closed, "open: `close` deletes the rows, so batch them before")
-
-
-def _empty(session: GatewaySession) -> SessionRow:
-    """Make the row of a session without answers."""
-    return SessionRow(session.id, 0, -1, "start", [], reward=session.total_reward)
-
-
-def _finish_reason(row: SessionRow) -> FinishReason:
-    return (row.samples[-1][1].finish_reason if row.samples else None) or "abort"

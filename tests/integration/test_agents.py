@@ -73,8 +73,12 @@ def post(session, body):
         json.dumps(body).encode(),
         {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)["choices"][0]["message"]
+    try:
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)["choices"][0]["message"]
+    except urllib.error.HTTPError as problem:
+        problem.close()
+        raise
 
 
 def converse(session, task):

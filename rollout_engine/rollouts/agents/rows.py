@@ -50,9 +50,17 @@ class AgentRow(NamedTuple):
 
 
 def agent_batch(
-    episodes: Sequence[AgentEpisode], codec: TextCodec | None, *, pad_token_id: int, layout: Layout = "padded"
+    episodes: Sequence[AgentEpisode],
+    codec: TextCodec | None,
+    *,
+    pad_token_id: int,
+    layout: Layout = "padded",
+    has_rewards: bool = True,
 ) -> RolloutBatch:
-    """Build one TensorDict from episodes that have ended, with the keys of the table above."""
+    """Build one TensorDict from episodes that have ended, with the keys of the table above.
+
+    `has_rewards`: whether it has ("next", "reward").
+    """
     assert codec is not None, "agents need a tokenizer"
     rows = [row for episode in episodes for row in _rows(episode)]
     batch = rollout_batch(
@@ -70,7 +78,7 @@ def agent_batch(
         ],
         pad_token_id=pad_token_id,
         group_ids=[row.episode.group for row in rows],
-        rewards=[[row.reward] for row in rows],
+        rewards=[[row.reward] for row in rows] if has_rewards else None,
         turns=[np.array(row.row.turns, np.int64) for row in rows],
         layout=layout,
     )
@@ -115,11 +123,11 @@ def _add_ends(batch: RolloutBatch, rows: Sequence[AgentRow]) -> None:
 def _finish_reason(episode: AgentEpisode, row: SessionRow) -> FinishReason:
     if episode.outcome.error is not None:
         return "error"
-    return "length" if _is_cut(row) else "stop"
+    return (row.samples[-1][1].finish_reason or "abort") if row.samples else "stop"
 
 
 def _is_cut(row: SessionRow) -> bool:
-    return bool(row.samples) and row.samples[-1][1].finish_reason == "length"
+    return bool(row.samples) and row.samples[-1][1].finish_reason != "stop"
 
 
 def _column(values: list[bool]) -> torch.Tensor:
