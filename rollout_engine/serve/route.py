@@ -47,7 +47,7 @@ class Asked(msgspec.Struct):
     num_picture_bytes: int = 0
     """That its pictures take, as `MediaReader` counts them."""
     path_id: str = ""
-    """Of the path, for routes with {id}."""
+    """The id in the path, for routes with {id}."""
     session: Any = None
     """`SessionCall` of a request that samples in a session; None outside of sessions."""
     session_name: str = ""

@@ -8,7 +8,7 @@
 "thinking_dropped"  an answer was returned without its thinking, which the template would show
 "edited"            a message was changed
 "compacted"         a conversation of several turns was replaced by a shorter one
-"new_system"        another system prompt, as that of a subagent
+"new_system"        another system prompt, as that of a sub-agent
 "tools_changed"     other tools
 "template"          the chat template writes earlier turns differently, or its options were changed
 """

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 
-SYSTEMS = ["Be brief.", "You are a subagent.", "You judge."]
+SYSTEMS = ["Be brief.", "You are a sub-agent.", "You judge."]
 CALL = {
     "type": "function",
     "function": {
@@ -49,7 +49,7 @@ class ScriptedAgent:
             await step(self)
 
     async def start(self, system=None):
-        """A new conversation, as of a subagent."""
+        """A new conversation, as of a sub-agent."""
         self._conversations.append([{"role": "system", "content": system or self._draw.choice(SYSTEMS)}, self._user()])
         self._conversations[-1] = await self._ask(self._conversations[-1])
 
@@ -99,7 +99,7 @@ class ScriptedAgent:
         self._conversations[index] = await self._ask([self._conversations[index][0], summary])
 
     async def delegate(self):
-        """Two subagents at once, each with some turns, while the first conversation waits."""
+        """Two sub-agents at once, each with some turns, while the first conversation waits."""
         await asyncio.gather(*(self.start(system) for system in SYSTEMS[1:]))
         await asyncio.gather(*(self._append_to(len(self._conversations) - 1 - place) for place in range(2)))
 

@@ -12,9 +12,9 @@ class AgentSession(Protocol):
     id: str
     api_key: str
     openai_base_url: str
-    """Of OpenAI's chat and Responses APIs."""
+    """Base URL of OpenAI's chat and Responses APIs."""
     anthropic_base_url: str
-    """Of Anthropic's Messages API."""
+    """Base URL of Anthropic's Messages API."""
 
     def rows(self) -> Sequence[SessionRow]:
         """The rows so far."""

@@ -47,7 +47,7 @@ class AgentRun:
         self._plan, self._open_gateway, self._may_all_fail = plan, open_gateway, may_all_fail
         self._gateway: AgentGateway | None = None
         self._places: Workplaces | None = None
-        """Of programs that have been started."""
+        """The directories of the programs that were started."""
         self._num_started = 0
         self._running: dict[int, Playing] = {}
         self._ended: dict[int, list[AgentEpisode]] = {}

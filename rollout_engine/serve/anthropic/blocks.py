@@ -35,7 +35,7 @@ class BlockEvents:
         self.call_ids: list[str] = []
         """Ids of the calls so far."""
         self._index = -1
-        """Of the last block."""
+        """The number of the last block; -1 before the first."""
         self._open: str | None = None
         """Kind of the block that is open."""
         self._thinking = ""

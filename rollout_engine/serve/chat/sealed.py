@@ -9,7 +9,7 @@ import zlib
 
 _MARK = b"re1"
 _MOST_CHARS = 1 << 22
-"""Of thinking that is unpacked."""
+"""The longest thinking that is unpacked, in characters."""
 
 
 def seal(text: str) -> str:

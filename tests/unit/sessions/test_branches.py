@@ -89,7 +89,7 @@ def test_a_compaction_is_a_row_of_its_own(talk):
     assert [len(row.samples) for row in talk.session.rows()] == [3, 2]
 
 
-def test_subagents_with_system_prompts_of_their_own_are_rows(talk):
+def test_agents_below_with_system_prompts_of_their_own_are_rows(talk):
     main = conversation(talk, ("a", "one"))
     for name in ("first", "second"):
         conversation(talk, ("x", "y"), ("z", "w"), start=({"role": "system", "content": name},))
