@@ -43,9 +43,9 @@ class SessionRow(msgspec.Struct):
     num_shared: int = 0
     """Ids at the beginning of the prompt that the parent row has, too."""
     params: list[SamplingParams] = []
-    """Of each answer."""
+    """The sampling params of each answer."""
     adapters: list[str | None] = []
-    """Of each answer; None: the base model alone."""
+    """The adapter of each answer; None: the base model alone."""
 
     def add(self, turn: Turn) -> None:
         """Append a turn's answer, and the context before it unless the row begins with it."""

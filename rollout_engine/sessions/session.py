@@ -35,7 +35,7 @@ class Place(msgspec.Struct, eq=False):
     origin: Turn | None
     began: str
     number: int = 0
-    """Of the request in its session."""
+    """The number of the request in its session."""
     max_tokens: int | None = None
     """Most tokens of each sample by the session's budget; None: no bound."""
     reserved: int = 0

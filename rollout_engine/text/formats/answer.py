@@ -48,7 +48,7 @@ class AnswerPiece(msgspec.Struct, frozen=True):
     text: str = ""
     """More thinking or more words. A piece of thinking may be empty: the block is there, and may stay empty."""
     call: ToolCall | None = None
-    """Of the kind "call"; None for the others."""
+    """The call, of a piece of that kind; None for others."""
 
 
 class AnswerStream(Protocol):
