@@ -50,7 +50,7 @@ class FramedCalls:
         self._tags: tuple[str, ...] = (*self._openings, *around)
 
     def find(self, full: str, start: int, is_thinking: bool | None, tools: Schemas) -> list[Found]:
-        """See `CallReader.find`; thinking has been removed before."""
+        """Find all calls from `start` on; thinking has been removed before."""
         found: list[Found] = []
         num, at = 0, start
         parameters = _parameters(tools) if self._is_typed else {}
@@ -71,11 +71,11 @@ class FramedCalls:
         return found
 
     def safe_end(self, full: str, start: int, at: int) -> tuple[int, bool]:
-        """See `CallReader.safe_end`."""
+        """Return how far the text is surely no call."""
         return first_of(full, at, self._tags)
 
     def may_close(self, new: str) -> bool:
-        """See `CallReader.may_close`."""
+        """Return whether new text may have completed a call."""
         return any(each in new for each in "}]>") or MARK in new
 
     def _part_at(self, full: str, start: int, frame: Frame) -> Found | None:

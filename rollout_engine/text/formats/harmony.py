@@ -65,7 +65,7 @@ class HarmonyFormat:
         tools: Schemas | None = None,
         skip_special_tokens: bool = True,
     ) -> AnswerParts:
-        """See `AnswerFormat.read`."""
+        """Read a whole answer; arguments as in `AnswerFormat`."""
         stream = self.stream(prompt_end=prompt_end, tools=tools, skip_special_tokens=skip_special_tokens)
         stream.feed(token_ids, text)
         stream.end()
@@ -78,31 +78,31 @@ class HarmonyFormat:
         tools: Schemas | None = None,
         skip_special_tokens: bool = True,
     ) -> "HarmonyStream":
-        """See `AnswerFormat.stream`."""
+        """Begin to read an answer as it is sampled."""
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return HarmonyStream(self, transcript, self._header_of(prompt_end), finds_calls=tools is not None)
 
     def write(self, thinking: str | None, text: str) -> str | None:
-        """See `AnswerFormat.write`."""
+        """Write thinking and words as the family does."""
         thought = "" if thinking is None else f"<|channel|>analysis<|message|>{thinking}<|end|><|start|>assistant"
         return f"{thought}<|channel|>final<|message|>{text}" if text else thought
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
-        """See `AnswerFormat.write_calls`: the recipient stands behind the channel."""
+        """Write calls as the family does: the recipient stands behind the channel."""
         head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
         written = [head.format(call.name, json.dumps(call.arguments)) for call in calls]
         return "<|start|>assistant".join(written)
 
     def spell_answer(self, token_ids: Sequence[int]) -> str:
-        """See `AnswerFormat.spell_answer`."""
+        """Return the text of an answer with its tags, without its end token."""
         return written_text(self._codec, self._ids, token_ids)
 
     def has_tags(self, token_ids: Sequence[int]) -> bool:
-        """See `AnswerFormat.has_tags`."""
+        """Return whether any of these tokens is a tag."""
         return any(token_id in self._ids for token_id in token_ids)
 
     def new_call_id(self, name: str, index: int) -> str:
-        """See `AnswerFormat.new_call_id`."""
+        """Make an id for a call, in the form that the template takes."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def next_message(self, full: str, at: int, header: str, seen: int) -> _Message | None:
@@ -169,17 +169,17 @@ class HarmonyStream:
 
     @property
     def parts(self) -> AnswerParts:
-        """See `AnswerStream.parts`."""
+        """All parts of the answer, after `end`."""
         return self._parts
 
     def feed(self, token_ids: Sequence[int], text: str) -> list[AnswerPiece]:
-        """See `AnswerStream.feed`."""
+        """Take the next tokens, and the text released since."""
         self._transcript.push(token_ids)
         self._limit += len(text)
         return list(self._advance(has_ended=False))
 
     def end(self) -> list[AnswerPiece]:
-        """See `AnswerStream.end`."""
+        """Return the pieces that are left, once the answer has ended."""
         self._transcript.finish()
         pieces = list(self._advance(has_ended=True))
         return [AnswerPiece("thinking"), *pieces] if self._parts.thinking == "" else pieces

@@ -36,7 +36,7 @@ class PythonicCalls:
         """`spell`: as of other families; these have no tags that need to be tokens."""
 
     def find(self, full: str, start: int, is_thinking: bool | None, tools: Schemas) -> list[Found]:
-        """See `CallReader.find`."""
+        """Find all calls from `start` on."""
         text = without_end_tokens(full.replace(MARK, " "))
         begin, end = after_space(text, start), len(text)
         if text.startswith(_TAGS[0], begin):
@@ -58,12 +58,12 @@ class PythonicCalls:
         return [Found(after_space(text, start), max(end, begin), calls, is_closed=False)]
 
     def safe_end(self, full: str, start: int, at: int) -> tuple[int, bool]:
-        """See `CallReader.safe_end`."""
+        """Return how far the text is surely no call."""
         begins = begins_with_calls(full, start, ("[", *_TAGS))
         return (len(full), False) if begins is False else (start, bool(begins))
 
     def may_close(self, new: str) -> bool:
-        """See `CallReader.may_close`: only the end decides."""
+        """Return whether new text may have completed a call: only the end decides."""
         return False
 
 

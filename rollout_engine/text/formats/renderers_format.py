@@ -50,7 +50,7 @@ class RenderersFormat:
         tools: Schemas | None = None,
         skip_special_tokens: bool = True,
     ) -> AnswerParts:
-        """See `AnswerFormat.read`."""
+        """Read a whole answer; arguments as in `AnswerFormat`."""
         prompt = None if isinstance(prompt_end, str) else list(prompt_end)
         schemas = None if tools is None else [schema.get("function", schema) for schema in tools]
         try:
@@ -74,27 +74,27 @@ class RenderersFormat:
         tools: Schemas | None = None,
         skip_special_tokens: bool = True,
     ) -> "WholeStream":
-        """See `AnswerFormat.stream`."""
+        """Begin to read an answer as it is sampled."""
         return WholeStream(self, prompt_end, tools)
 
     def write(self, thinking: str | None, text: str) -> str | None:
-        """See `AnswerFormat.write`: the package has no such function."""
+        """Write thinking and words as the family does: the package has no such function."""
         return text if thinking is None else None
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
-        """See `AnswerFormat.write_calls`."""
+        """Write calls as the family does."""
         return None
 
     def spell_answer(self, token_ids: Sequence[int]) -> str:
-        """See `AnswerFormat.spell_answer`."""
+        """Return the text of an answer with its tags, without its end token."""
         return self._codec.decode(self._codec.without_end(token_ids))
 
     def has_tags(self, token_ids: Sequence[int]) -> bool:
-        """See `AnswerFormat.has_tags`: special tokens inside an answer are."""
+        """Return whether any of these tokens is a tag: special tokens inside an answer are."""
         return any(each in self._codec.special_texts for each in self._codec.without_end(token_ids))
 
     def new_call_id(self, name: str, index: int) -> str:
-        """See `AnswerFormat.new_call_id`."""
+        """Make an id for a call, in the form that the template takes."""
         return f"functions.{name}:{index}" if "kimi" in self.name else f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -110,17 +110,17 @@ class WholeStream:
 
     @property
     def parts(self) -> AnswerParts:
-        """See `AnswerStream.parts`."""
+        """All parts of the answer, after `end`."""
         return self._parts
 
     def feed(self, token_ids: Sequence[int], text: str) -> list[AnswerPiece]:
-        """See `AnswerStream.feed`."""
+        """Take the next tokens, and the text released since."""
         self._token_ids += token_ids
         self._text += text
         return []
 
     def end(self) -> list[AnswerPiece]:
-        """See `AnswerStream.end`."""
+        """Return the pieces that are left, once the answer has ended."""
         parts = self._form.read(self._token_ids, self._text, prompt_end=self._prompt_end, tools=self._tools)
         self._parts = parts
         pieces = [] if parts.thinking is None else [AnswerPiece("thinking", parts.thinking)]

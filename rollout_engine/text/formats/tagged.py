@@ -62,7 +62,7 @@ class TaggedFormat:
         tools: Schemas | None = None,
         skip_special_tokens: bool = True,
     ) -> AnswerParts:
-        """See `AnswerFormat.read`."""
+        """Read a whole answer; arguments as in `AnswerFormat`."""
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         transcript.push(token_ids)
         transcript.finish()
@@ -75,12 +75,12 @@ class TaggedFormat:
         tools: Schemas | None = None,
         skip_special_tokens: bool = True,
     ) -> "TaggedStream":
-        """See `AnswerFormat.stream`."""
+        """Begin to read an answer as it is sampled."""
         transcript = Transcript(self._codec, self._ids, prompt_end, skip_special_tokens=skip_special_tokens)
         return TaggedStream(self, transcript, self.is_opened(prompt_end), tools)
 
     def write(self, thinking: str | None, text: str) -> str | None:
-        """See `AnswerFormat.write`."""
+        """Write thinking and words as the family does."""
         if thinking is None:
             return text
         if self._plain is None:
@@ -88,19 +88,19 @@ class TaggedFormat:
         return f"{self._plain.opening}\n{thinking}\n{self._plain.closing}\n\n{text}"
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str | None:
-        """See `AnswerFormat.write_calls`."""
+        """Write calls as the family does."""
         return None
 
     def spell_answer(self, token_ids: Sequence[int]) -> str:
-        """See `AnswerFormat.spell_answer`."""
+        """Return the text of an answer with its tags, without its end token."""
         return written_text(self._codec, self._ids, token_ids)
 
     def has_tags(self, token_ids: Sequence[int]) -> bool:
-        """See `AnswerFormat.has_tags`."""
+        """Return whether any of these tokens is a tag."""
         return any(token_id in self._ids for token_id in token_ids)
 
     def new_call_id(self, name: str, index: int) -> str:
-        """See `AnswerFormat.new_call_id`."""
+        """Make an id for a call, in the form that the template takes."""
         return self._call_id(name, index) if self._call_id else f"call_{uuid.uuid4().hex[:24]}"
 
     def is_opened(self, prompt_end: Sequence[int] | str) -> bool | None:
@@ -179,11 +179,11 @@ class TaggedStream:
 
     @property
     def parts(self) -> AnswerParts:
-        """See `AnswerStream.parts`."""
+        """All parts of the answer, after `end`."""
         return self._parts
 
     def feed(self, token_ids: Sequence[int], text: str) -> list[AnswerPiece]:
-        """See `AnswerStream.feed`."""
+        """Take the next tokens, and the text released since."""
         before = len(self._transcript.full)
         self._transcript.push(token_ids)
         self._limit += len(text)
@@ -200,7 +200,7 @@ class TaggedStream:
         return pieces
 
     def end(self) -> list[AnswerPiece]:
-        """See `AnswerStream.end`."""
+        """Return the pieces that are left, once the answer has ended."""
         self._transcript.finish()
         self._parts = parts = self._form.divide(self._transcript, self._is_opened, self._tools, self._limit)
         pieces = []

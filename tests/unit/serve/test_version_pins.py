@@ -28,7 +28,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """So many positions that an answer does not end before an update does it."""
+    """Enough positions that an answer does not end before an update does it."""
     return tiny_checkpoint(tmp_path_factory.mktemp("pinned"), max_position_embeddings=32_768)
 
 
