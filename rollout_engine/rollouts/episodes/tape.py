@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from envs_adapters.base import Message, Observation
-from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.env_host import Began, EnvFailure, name_of_env
@@ -27,6 +26,7 @@ from rollout_engine.rollouts.episodes.observations import plain_data
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.journal.identity import FrontendWeights, as_plain, changed_fields, describe_model
 from rollout_engine.rollouts.journal.journal import Head, Journal, Location, open_with
+from rollout_engine.rollouts.journal.live_weights import NOTHING_SEEN, read_change
 from rollout_engine.rollouts.journal.position import check_identity
 from rollout_engine.rollouts.journal.records import RecordCodec
 
@@ -138,7 +138,7 @@ class EpisodeTape:
         self._weights, self._versions = FrontendWeights(frontend, plan.lora), dict[int, str]()
         self._lost: set[int] = set()
         """Episodes with turns by weights that no longer exist."""
-        self._live, self._seen = -1, (-1, 0)
+        self._live, self._seen = -1, NOTHING_SEEN
         """The live version, as it was noted last; and with the updates before it."""
         self._before: dict[str, Any] | None = None
         options = msgspec.structs.replace(plan.journal, keep_segments=_KEEP)
@@ -174,16 +174,11 @@ class EpisodeTape:
 
     def observe(self) -> None:
         """Note the live weights."""
-        seen = version, _ = self._weights.version, self._weights.num_updates
-        if seen == self._seen:
+        change = read_change(self._weights, self._seen)
+        if change is None:
             return
-        try:
-            digest = self._weights.read_digest()
-        except LifecycleError:  # asleep or in an update: there are no weights to read now
-            return
-        if seen != (self._weights.version, self._weights.num_updates):  # the next call notes that update
-            return
-        self._live, self._seen = version, seen
+        self._seen, digest = change
+        self._live = version = self._seen[0]
         if self._versions.get(version) != digest:
             self._write(LiveDigest(version, digest))
 

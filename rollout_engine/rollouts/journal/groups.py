@@ -6,11 +6,11 @@ the two has delivered a batch that its trainer has not seen, and only `load_stat
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from rollout_engine.base.errors import LifecycleError, RequestError
+from rollout_engine.base.errors import RequestError
 from rollout_engine.base.outputs import CompletionOutput, RequestOutput
 from rollout_engine.batches.rewards import Rewards
 from rollout_engine.rollouts.journal.group_records import (
@@ -29,6 +29,7 @@ from rollout_engine.rollouts.journal.group_records import (
     output_of,
 )
 from rollout_engine.rollouts.journal.journal import Head, Journal, JournalOptions, Location, open_with
+from rollout_engine.rollouts.journal.live_weights import NOTHING_SEEN, LiveWeights, read_change
 from rollout_engine.rollouts.journal.position import (
     OpenGroup,
     Position,
@@ -52,24 +53,6 @@ _NUM_LOGGED = 8
 """Most groups named in one log line."""
 
 
-class LiveWeights(Protocol):
-    """The weights of an engine."""
-
-    @property
-    def version(self) -> int:
-        """The live version."""
-        ...
-
-    @property
-    def num_updates(self) -> int:
-        """Updates so far: the same version after one may have other weights."""
-        ...
-
-    def read_digest(self) -> str:
-        """Their digest. Raises `LifecycleError` while they cannot be read."""
-        ...
-
-
 class GroupJournal:
     """The position of one collector; with a directory it is kept there, and with it the contents of groups."""
 
@@ -84,7 +67,7 @@ class GroupJournal:
         self._again: set[int] = set()
         """Groups whose next start makes their earlier records void."""
         self._before: dict[str, Any] | None = None
-        self._digest, self._live, self._seen = "", -1, (-1, 0)
+        self._digest, self._live, self._seen = "", -1, NOTHING_SEEN
         """Digest and version of the live weights, as they were read last; that version and the updates before it."""
         self._journal: Journal | None = None
         if options is None:
@@ -109,16 +92,11 @@ class GroupJournal:
         """Note the live weights. Contents by weights of the same version with another digest no longer count."""
         if self._journal is None:
             return
-        seen = version, _ = self._weights.version, self._weights.num_updates
-        if seen == self._seen:
+        change = read_change(self._weights, self._seen)
+        if change is None:
             return
-        try:
-            digest = self._weights.read_digest()
-        except LifecycleError:  # asleep or in an update: there are no weights to read now
-            return
-        if seen != (self._weights.version, self._weights.num_updates):  # the next call notes that update
-            return
-        self._live, self._digest, self._seen = version, digest, seen
+        self._seen, self._digest = change
+        self._live = version = self._seen[0]
         if self.position.weights.get(version) != self._digest:
             self._write(Weights(version, self._digest))
 
