@@ -123,11 +123,18 @@ def is_sleeping(driver: EngineDriver, *, timeout: float | None = None) -> bool:
 
 @VERBS.add(combine=all)
 def reset_prefix_cache(
-    driver: EngineDriver, reset_running_requests: bool = False, *, timeout: float | None = None
+    driver: EngineDriver,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+    *,
+    timeout: float | None = None,
 ) -> bool:
     """Forget every known prefix, and return whether that was done.
 
     It is refused (False, nothing changed) while requests in flight hold KV blocks, unless `reset_running_requests`:
-    then they compute their KV again, to the same tokens.
+    then they compute their KV again, to the same tokens. `reset_connector`: what the KV connector holds for models of
+    this kind is forgotten as well, also for other engines that share it.
     """
-    return driver.core.reset_prefix_cache(reset_running_requests=reset_running_requests)
+    return driver.core.reset_prefix_cache(
+        reset_running_requests=reset_running_requests, reset_connector=reset_connector
+    )
