@@ -9,9 +9,7 @@ from rollout_engine.core.request_table import RequestTable
 from rollout_engine.core.scheduler import Scheduler
 
 
-def read_metrics(
-    scheduler: Scheduler, requests: RequestTable, lifecycle: Lifecycle, config: CoreConfig
-) -> CoreMetrics:
+def read_metrics(scheduler: Scheduler, requests: RequestTable, lifecycle: Lifecycle, config: CoreConfig) -> CoreMetrics:
     """Counters and gauges of now."""
     tables = scheduler.tables
     num_tier_blocks, num_tier_bytes = (0, 0) if tables.tier is None else tables.tier.num_held
