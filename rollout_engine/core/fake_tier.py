@@ -107,13 +107,13 @@ class FakeTransfer:
         for save in saves:
             assert self.store is not None, "KV is saved, and there is no connector"
             if save.is_state:
-                self.store.save(save.key, _pack([(self._states.peek(save.place), False)], self.weights_serial))
+                self.store.save(save.key, pack_slots([(self._states.peek(save.place), False)], self.weights_serial))
                 continue
             places = [(save.place, offset) for offset in range(self._block_size)]
             if any(place not in self._slots for place in places):
                 raise FakeKVError(f"block {save.place} is saved, and was not filled")
             found = [(self._slots[place][0], place in self._routed) for place in places]
-            self.store.save(save.key, _pack(found, self._serials[save.place]))
+            self.store.save(save.key, pack_slots(found, self._serials[save.place]))
 
     def load(self, loads: Items[KVLoad], version: int) -> None:
         """Fill blocks and slots. Raises `FakeKVError` for KV of other weights than the live ones."""
@@ -136,6 +136,6 @@ def num_slot_bytes(num_slots: int) -> int:
     return 8 + _SLOT.size * num_slots
 
 
-def _pack(slots: list[tuple[int, bool]], serial: int) -> bytes:
-    """Bytes of (digest, whether its routing was recorded) of each token, and of the number of the weights."""
+def pack_slots(slots: Items[tuple[int, bool]], serial: int) -> bytes:
+    """The form in which a store has (digest, whether its routing was recorded) of each token: bytes of (digest, whether its routing was recorded) of each token, and of the number of the weights."""
     return serial.to_bytes(8, "little") + b"".join(_SLOT.pack(*slot) for slot in slots)
