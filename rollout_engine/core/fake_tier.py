@@ -137,5 +137,5 @@ def num_slot_bytes(num_slots: int) -> int:
 
 
 def pack_slots(slots: Items[tuple[int, bool]], serial: int) -> bytes:
-    """The form in which a store has (digest, whether its routing was recorded) of each token: bytes of (digest, whether its routing was recorded) of each token, and of the number of the weights."""
+    """Bytes of (digest, whether its routing was recorded) of each token, and of the number of the weights."""
     return serial.to_bytes(8, "little") + b"".join(_SLOT.pack(*slot) for slot in slots)
