@@ -6,29 +6,33 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-import psutil
 
+from rollout_engine.kv.bounds import default_bytes, free_memory
 from rollout_engine.kv.connector import KVConnectorStats, KVLayout
 
-DEFAULT_BYTES = 4 << 30
-"""Bound if the user gives none, unless a quarter of the free memory is less."""
 ENTRY_BYTES = 256
 """Counted for each block in addition to its bytes: its key and its place in the table."""
 
 
 class HostConnector:
-    """Blocks as `bytes`, in the order of their last use. A block that is being loaded outlives its eviction."""
+    """Blocks as `bytes`, in the order of their last use. A block that is being loaded outlives its eviction.
+
+    The blocks of a fetch count as used in reverse, so that the end of a chain of blocks leaves before its beginning:
+    without its beginning a chain is of no use.
+    """
 
     def __init__(self, argument: str = "", max_bytes: int | None = None) -> None:
         """`argument` is not read: the connector has no options of its own."""
-        self.max_bytes = max_bytes if max_bytes is not None else default_bytes(psutil.virtual_memory().available)
+        self.max_bytes = max_bytes if max_bytes is not None else default_bytes(free_memory())
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
+        self._fetched: set[bytes] = set()
+        """Blocks whose next load is the one that their fetch has counted as a use."""
         self._num_bytes = 0
         self._lock = threading.Lock()
         self._stats = KVConnectorStats(max_bytes=self.max_bytes)
 
     def open(self, layout: KVLayout) -> dict[str, str]:
-        """Forget blocks of any other layout."""
+        """Begin without blocks."""
         self.reset()
         return {"connector": "host", "namespace": layout.namespace}
 
@@ -36,8 +40,12 @@ class HostConnector:
         """Do nothing: other processes cannot read this one's memory."""
 
     def fetch(self, keys: Sequence[bytes]) -> None:
-        """Return None: all blocks are near."""
-        return None
+        """Count blocks as used now. Returns None: all of them are near."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
+                    self._fetched.add(key)
 
     def load(self, key: bytes) -> memoryview | None:
         """Bytes of a block, which counts as used now."""
@@ -47,7 +55,7 @@ class HostConnector:
             if block is None:
                 self._stats.num_misses += 1
             else:
-                self._blocks.move_to_end(key)
+                self._use(key)
                 self._stats.num_loaded += 1
                 self._stats.num_loaded_bytes += len(block)
             self._stats.load_seconds += time.perf_counter() - began
@@ -57,26 +65,17 @@ class HostConnector:
         """Keep a copy; blocks that were not used for the longest time leave for it. One above the bound is dropped."""
         began = time.perf_counter()
         size = len(data) + ENTRY_BYTES
-        if size > self.max_bytes:
-            with self._lock:
-                self._stats.num_dropped += 1
-            return
         with self._lock:
             self._remove(key)
-            self._make_room(size)  # before the copy: its memory is taken again
-        try:
-            block = bytes(data)
-        except MemoryError:
-            with self._lock:
+            try:
+                self._make_room(size)  # before the copy, which takes the memory that is given back
+                self._blocks[key] = bytes(data)
+            except MemoryError:
                 self._stats.num_dropped += 1
-            return
-        with self._lock:
-            self._remove(key)
-            self._make_room(size)
-            self._blocks[key] = block
-            self._num_bytes += size
-            self._stats.num_saved += 1
-            self._stats.num_saved_bytes += len(block)
+            else:
+                self._num_bytes += size
+                self._stats.num_saved += 1
+                self._stats.num_saved_bytes += len(data)
             self._stats.save_seconds += time.perf_counter() - began
 
     def holds(self, key: bytes) -> bool:
@@ -93,6 +92,7 @@ class HostConnector:
         """Forget all blocks."""
         with self._lock:
             self._blocks.clear()
+            self._fetched.clear()
             self._num_bytes = 0
 
     def stats(self) -> KVConnectorStats:
@@ -104,18 +104,22 @@ class HostConnector:
         """Forget all blocks."""
         self.reset()
 
+    def _use(self, key: bytes) -> None:
+        if key in self._fetched:
+            self._fetched.discard(key)
+        else:
+            self._blocks.move_to_end(key)
+
     def _remove(self, key: bytes) -> None:
         block = self._blocks.pop(key, None)
         if block is not None:
             self._num_bytes -= len(block) + ENTRY_BYTES
+            self._fetched.discard(key)
 
     def _make_room(self, size: int) -> None:
+        """Evict blocks until `size` bytes fit. Raises `MemoryError` if they never do."""
+        if size > self.max_bytes:
+            raise MemoryError
         while self._num_bytes + size > self.max_bytes:
-            _, block = self._blocks.popitem(last=False)
-            self._num_bytes -= len(block) + ENTRY_BYTES
+            self._remove(next(iter(self._blocks)))
             self._stats.num_evicted += 1
-
-
-def default_bytes(num_free: int) -> int:
-    """Bound of a store if the user gives none: 4 GiB, or a quarter of the free bytes if that is less."""
-    return min(DEFAULT_BYTES, num_free // 4)
