@@ -66,7 +66,8 @@ class HostConnector:
         began = time.perf_counter()
         size = len(data) + ENTRY_BYTES
         with self._lock:
-            self._remove(key)
+            if key in self._blocks:
+                return
             try:
                 self._make_room(size)  # before the copy, which takes the memory that is given back
                 self._blocks[key] = bytes(data)

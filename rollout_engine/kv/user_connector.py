@@ -1,7 +1,7 @@
 """Connectors of the user's, by name: "package.module:Class", or "package.module:Class:ARGUMENT".
 
-The engine trusts nothing that they do. Each block is given to them as a frame, with a header that names it and a digest,
-and what they return is checked against both; an error in one of their methods is a miss, or a save that is dropped.
+The engine trusts nothing that they do. Each block is given to them as a frame, with a header that names it and a
+digest; a frame that they return is checked against both. An error in one of their methods is a miss, or a dropped save.
 """
 
 import threading

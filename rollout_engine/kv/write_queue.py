@@ -54,7 +54,7 @@ class WriteQueue:
         on_stored: Callable[[int], None],
         on_fault: Callable[[BaseException, bool], None],
     ) -> None:
-        """`on_stored(num_bytes)`; `on_fault(problem, is_write)`. Raises `RetryableError` if no thread can be started."""
+        """`on_stored(num_bytes)`; `on_fault(problem, is_write)`. Raises `RetryableError` if no thread starts."""
         self._store, self._max_bytes, self._on_stored, self._on_fault = store, max_bytes, on_stored, on_fault
         self._jobs: deque[_Write | _Removal | _Clearing] = deque()
         self._writes: dict[bytes, _Write] = {}
