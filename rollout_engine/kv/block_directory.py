@@ -112,7 +112,7 @@ class BlockDirectory:
         self._make_folder(path[:2])
         header = make_header(self._namespace_bytes, key, data)
         unfinished = f"{path[:3]}{UNFINISHED}{path[3:]}.{secrets.token_hex(8)}"
-        file = self._begin(unfinished, num_bytes)
+        file, num_counts = self._begin(unfinished, num_bytes)
         try:
             write_at(file, header, 0)
             write_at(file, data, HEADER_BYTES)
@@ -120,6 +120,7 @@ class BlockDirectory:
                 if self.has(key):  # another process was first
                     self._remove(account, unfinished, self._own)
                     return False
+                account.rename(num_bytes, num_counts)
                 os.rename(unfinished, path, src_dir_fd=self._own, dst_dir_fd=self._own)
         except BaseException:
             with self._account.hold() as account:
@@ -151,15 +152,18 @@ class BlockDirectory:
         free = status.f_bavail * status.f_frsize
         return (min(free, free_memory()) if self._is_mapped else free) + self._account.read().num_bytes
 
-    def _begin(self, name: str, num_bytes: int) -> int:
-        """Make an unfinished file, locked and counted. Raises `NoRoom` if there is none, also not after an eviction."""
+    def _begin(self, name: str, num_bytes: int) -> tuple[int, int]:
+        """Make an unfinished file, locked and counted. Returns it and the number of counts of all files until then.
+
+        Raises `NoRoom` if there is none, also not after an eviction.
+        """
         for _ in range(_ATTEMPTS if num_bytes <= self.max_bytes else 0):
             with self._account.hold() as account:
                 if account.is_known and account.num_bytes + num_bytes <= self.max_bytes:
                     account.add(num_bytes)
                     self._account.write(account)
                     try:
-                        return _make_locked(name, self._own, num_bytes)
+                        return _make_locked(name, self._own, num_bytes), account.num_counts
                     except OSError:
                         account.remove(num_bytes)
                         raise

@@ -1,11 +1,12 @@
 """The bytes and files of a directory that several processes fill: a small file, changed under a lock.
 
-    byte   0          8           16            24            32      40
-           | bytes    | files     | added bytes | added files | check |
+    byte   0       8       16            24            32       40      48
+           | bytes | files | added bytes | added files | counts | check |
 
 A change is counted before it adds bytes and after it has removed some. So a process that is killed at any point leaves
 a number that is too large, never one that is too small, and the next count of all files corrects it. "Added" is the sum
-of all additions since such a count began: it may have missed them.
+of all additions since such a count began, which may have missed them, as files that are renamed; "counts" is the
+number of those begun.
 """
 
 import errno
@@ -23,7 +24,7 @@ import xxhash
 from sync.own_files import open_file
 from sync.shared_files import try_lock, write_at
 
-_FIELDS = struct.Struct("<QQQQ")
+_FIELDS = struct.Struct("<QQQQQ")
 _CHECK = struct.Struct("<Q")
 _LOCK_SECONDS = 5.0
 _POLL_SECONDS = 0.0005
@@ -37,6 +38,7 @@ class Account:
     num_files: int = 0
     added_bytes: int = 0
     added_files: int = 0
+    num_counts: int = 0
     is_known: bool = False
     """Whether the numbers were counted, and could be read."""
 
@@ -44,8 +46,12 @@ class Account:
         """Count a file that is about to be made."""
         self.num_bytes += num_bytes
         self.num_files += 1
-        self.added_bytes += num_bytes
-        self.added_files += 1
+        self._note_added(num_bytes)
+
+    def rename(self, num_bytes: int, num_counts: int) -> None:
+        """Count a file that is about to get its final name, and was made when there had been `num_counts`."""
+        if self.num_counts != num_counts:
+            self._note_added(num_bytes)
 
     def remove(self, num_bytes: int) -> None:
         """Count a file that was removed."""
@@ -55,11 +61,16 @@ class Account:
     def begin_count(self) -> None:
         """Note that all files are about to be counted."""
         self.added_bytes = self.added_files = 0
+        self.num_counts += 1
 
     def end_count(self, num_bytes: int, num_files: int) -> None:
         """Take the result of the count, and what was added meanwhile."""
         self.num_bytes, self.num_files = num_bytes + self.added_bytes, num_files + self.added_files
         self.is_known = True
+
+    def _note_added(self, num_bytes: int) -> None:
+        self.added_bytes += num_bytes
+        self.added_files += 1
 
 
 class SharedAccount:
@@ -97,8 +108,8 @@ class SharedAccount:
     def write(self, account: Account) -> None:
         """Write the numbers inside `hold`: a process that is killed from here on has counted them."""
         if account.is_known:
-            numbers = account.num_bytes, account.num_files, account.added_bytes, account.added_files
-            fields = _FIELDS.pack(*numbers)
+            added = account.added_bytes, account.added_files
+            fields = _FIELDS.pack(account.num_bytes, account.num_files, *added, account.num_counts)
             write_at(self._file, fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields)), 0)
 
     def close(self) -> None:
