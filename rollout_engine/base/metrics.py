@@ -132,7 +132,9 @@ class KVTierStats(msgspec.Struct):
     num_saved: int = 0
     """Blocks and states that were handed to the connector."""
     num_refused: int = 0
-    """Blocks and states of a wrong length, which were computed instead."""
+    """Blocks and states that were found torn, damaged, foreign or of a wrong length, and were computed instead."""
+    num_dropped: int = 0
+    """Saves that the connector gave up: its queue or its store was full, or writing failed."""
     num_failures: int = 0
     """Calls of the connector that raised or took too long."""
     load_seconds: float = 0.0

@@ -1,9 +1,10 @@
-"""The KV connector of one engine, which cannot harm it: an error, a hang or a lie of the connector is a miss.
+"""The KV connector of one engine, which cannot harm it.
 
-core     fetch, load, holds ──> KVLink ──> connector
-runner   save               ──>   │
-                                  └── errors, lengths and time are checked; calls of foreign classes run on a thread
-                                      of their own, and one that takes too long is the connector's last
+    core     fetch, load, holds ──> KVLink ──> connector
+    runner   save               ──>
+
+An error or a hang of the connector is a miss. Calls of users' classes run on a thread of their own, and one that takes
+too long is the connector's last.
 """
 
 import logging
@@ -16,24 +17,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError, error_text
 from rollout_engine.base.metrics import KVTierStats
 from rollout_engine.base.threads import start
-from rollout_engine.kv.connector import KVConnector, KVLayout
+from rollout_engine.kv.connector import KVConnector, KVConnectorStats, KVLayout
 from rollout_engine.kv.tiers import make_connector
 
 logger = logging.getLogger("rollout_engine")
 
 OPEN_SECONDS = 60.0
-"""Longest time in which a foreign connector may open."""
+"""Longest time in which a connector of the user's may open."""
 CALL_SECONDS = 5.0
-"""Longest time that a call of a foreign connector may take: steps wait for it."""
+"""Longest time that a call of one may take: steps wait for it."""
 FETCH_SECONDS = 30.0
 """Longest time for which a request waits for KV to be fetched."""
-_SEAL_BYTES = 16
 _OWN = ("host", "shm", "disk:")
 T = TypeVar("T")
 
@@ -44,10 +43,7 @@ def make_kv_connector(config: EngineConfig) -> KVConnector | None:
 
 
 class KVLink:
-    """Satisfies `core.tier.Store` over a connector. Any thread may call it.
-
-    Blocks that a foreign connector gets end with a digest of key and data, which is checked when they are loaded.
-    """
+    """Satisfies `core.tier.Store` over a connector. Any thread may call it."""
 
     def __init__(self, connector: KVConnector, spec: str, layout: KVLayout) -> None:
         """Open the connector that `spec` names. Raises `ConfigError` if it does not open."""
@@ -59,9 +55,8 @@ class KVLink:
         """Whether a call has hung: no other one is made."""
         self._logged: set[str] = set()
         """Methods whose errors were logged."""
-        if self._lane is not None:
-            sizes = {name: getattr(layout, name) and getattr(layout, name) + _SEAL_BYTES for name in _SIZES}
-            layout = msgspec.structs.replace(layout, **sizes)
+        self._last = KVConnectorStats()
+        """The connector's own counters, as far as `stats` contains them."""
         try:
             handshake = self._run(partial(connector.open, layout), OPEN_SECONDS)
             self.handshake = msgspec.convert(handshake, dict[str, str])
@@ -102,8 +97,6 @@ class KVLink:
             found = None if data is None else memoryview(data).cast("B")
         except (TypeError, ValueError) as problem:
             self._fail("load", problem)
-        if found is not None and self._lane is not None:
-            found = self._unseal(key, found)
         self.stats.load_seconds += time.perf_counter() - begun
         return found
 
@@ -111,7 +104,7 @@ class KVLink:
         """Hand over the bytes of a block; they may change afterwards."""
         begun = time.perf_counter()
         if self._lane is not None:  # it may read them after its time is up
-            data = memoryview(bytes(data) + _seal_of(key, data))
+            data = memoryview(bytes(data))
         self._call("save", None, key, data)
         self.stats.save_seconds += time.perf_counter() - begun
 
@@ -132,8 +125,13 @@ class KVLink:
 
     def count_held(self) -> tuple[int, int]:
         """Blocks and states held, and their bytes, as far as the connector reports them."""
-        found: Any = self._call("stats", None)
-        return (0, 0) if found is None else (int(found.num_blocks), int(found.num_bytes))
+        found: KVConnectorStats | None = self._call("stats", None)
+        if found is None:
+            return 0, 0
+        self.stats.num_refused += found.num_refused - self._last.num_refused
+        self.stats.num_dropped += found.num_dropped - self._last.num_dropped
+        self._last = found
+        return found.num_blocks, found.num_bytes
 
     def close(self) -> None:
         """End the connector."""
@@ -165,17 +163,6 @@ class KVLink:
             self._logged.add(method)
             what = "kv_connector=%r: %s() has failed (%s); KV is computed instead. Later failures are counted alone."
             logger.warning(what, self._spec, method, error_text(problem))
-
-    def _unseal(self, key: bytes, data: memoryview) -> memoryview | None:
-        """The data in front of its digest; None if that is not its."""
-        content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-        if len(data) >= _SEAL_BYTES and seal == _seal_of(key, content):
-            return content
-        self.stats.num_refused += 1
-        return None
-
-
-_SIZES = ("block_bytes", "state_bytes")
 
 
 class HungError(TimeoutError):
@@ -211,9 +198,3 @@ class _Lane:
                 future.set_result(work())
             except BaseException as problem:
                 future.set_exception(problem)
-
-
-def _seal_of(key: bytes, data: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(key)
-    digest.update(data)
-    return digest.digest()
