@@ -170,6 +170,7 @@ class Worker:
 
     def open_link(self, connector: KVConnector) -> KVLink:
         """Open a KV connector over the model's pools. Call it before the first step. Raises `ConfigError`."""
+        link: KVLink
         transfer = self.runner.open_transfer(lambda key, data: link.save(key, data))
         layout = describe_layout(self._config, self.module.config, self.backend, transfer, self._device)
         link = KVLink(connector, str(self._config.kv_connector), layout)

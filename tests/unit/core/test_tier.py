@@ -14,7 +14,7 @@ PROMPT = list(range(3, 43))
 
 @pytest.fixture
 def make_tiered(make_rig):
-    return lambda store=None, **config: with_tier(make_rig(**config), store)
+    return lambda store=None, **config: with_tier(make_rig(has_tier=True, **config), store)
 
 
 def cached(rig, name, prompt=PROMPT, **options):

@@ -1,0 +1,89 @@
+"""KV connectors of users, as tests have them: dicts of this process by the name that is their argument."""
+
+import threading
+
+from rollout_engine.kv.connector import KVConnectorStats
+
+BLOCKS = {}
+"""Name -> key -> bytes."""
+MET = []
+"""What connectors were told of their peers."""
+RELEASED = threading.Event()
+"""Lets connectors go on that hang."""
+
+
+class Dict:
+    """Holds everything; `misdeed` is what a subclass does in place of a load."""
+
+    def __init__(self, argument, max_bytes):
+        self.name = argument
+        self.blocks = BLOCKS.setdefault(argument, {})
+
+    def open(self, layout):
+        return {"name": self.name}
+
+    def meet(self, peers):
+        MET.append([peer["name"] for peer in peers])
+
+    def fetch(self, keys):
+        return None
+
+    def load(self, key):
+        return self.blocks.get(key)
+
+    def save(self, key, data):
+        self.blocks[key] = bytes(data)
+
+    def holds(self, key):
+        return key in self.blocks
+
+    def drop(self, keys):
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def reset(self):
+        self.blocks.clear()
+
+    def stats(self):
+        return KVConnectorStats(num_blocks=len(self.blocks), num_bytes=sum(map(len, self.blocks.values())))
+
+    def close(self):
+        pass
+
+
+class Raising(Dict):
+    def load(self, key):
+        raise OSError("no such luck")
+
+
+class Short(Dict):
+    def load(self, key):
+        return super().load(key)[:-1]
+
+
+class Mixing(Dict):
+    """Gives the bytes of another key."""
+
+    def load(self, key):
+        return next(data for other, data in self.blocks.items() if other != key)
+
+
+class Nothing(Dict):
+    def load(self, key):
+        return None
+
+
+class Hanging(Dict):
+    def load(self, key):
+        RELEASED.wait(60)
+        return None
+
+
+class NeverFetched(Dict):
+    def fetch(self, keys):
+        return lambda seconds: False
+
+
+class NotOpening(Dict):
+    def open(self, layout):
+        raise OSError("no door")
