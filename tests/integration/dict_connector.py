@@ -1,13 +1,13 @@
 """KV connectors of users, as tests have them: dicts of this process by the name that is their argument."""
 
+import os
 import threading
+from pathlib import Path
 
 from rollout_engine.kv.connector import KVConnectorStats
 
 BLOCKS = {}
 """Name -> key -> bytes."""
-MET = []
-"""What connectors were told of their peers."""
 RELEASED = threading.Event()
 """Lets connectors go on that hang."""
 
@@ -23,7 +23,7 @@ class Dict:
         return {"name": self.name}
 
     def meet(self, peers):
-        MET.append([peer["name"] for peer in peers])
+        pass
 
     def fetch(self, keys):
         return None
@@ -87,3 +87,13 @@ class NeverFetched(Dict):
 class NotOpening(Dict):
     def open(self, layout):
         raise OSError("no door")
+
+
+class Meeting(Dict):
+    """Writes who it has met to a file of its process in the directory that is its argument."""
+
+    def open(self, layout):
+        return {"name": str(os.getpid())}
+
+    def meet(self, peers):
+        Path(self.name, str(os.getpid())).write_text(" ".join(sorted(peer["name"] for peer in peers)))

@@ -1,10 +1,11 @@
 """KV connectors on real tiny models: the same bits, nothing stale, and nothing lost to a connector that is no good."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from rollout_engine import LLM, EngineConfig, LoRARequest, SamplingParams, SpeculationConfig
+from rollout_engine import LLM, EngineConfig, SamplingParams, SpeculationConfig
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.execution import kv_link
 from rollout_engine.telemetry.prometheus import as_text, own_families
@@ -28,7 +29,7 @@ def checkpoint(tmp_path_factory):
     def make(architecture="qwen3", dtype=torch.float32, **sizes):
         key = (architecture, dtype, *sizes)
         if key not in made:
-            sizes = ALL_SIZES.get(architecture, {}) | sizes
+            sizes = ({} if architecture == "qwen3" else ALL_SIZES[architecture]) | sizes
             made[key] = tiny_checkpoint(tmp_path_factory.mktemp(architecture), architecture, dtype=dtype, **sizes)
         return made[key]
 
@@ -188,7 +189,7 @@ def test_another_engine_continues_a_lost_request_from_its_last_block(checkpoint,
 
 def test_adapters_and_salts_keep_apart(checkpoint):
     base = tiny_model()
-    one, two = (LoRARequest(f"a{seed}", tensors=random_adapter(base, seed=seed)) for seed in (1, 2))
+    one, two = (random_adapter(base, name=f"a{seed}", seed=seed) for seed in (1, 2))
     with engine(checkpoint(), "host") as llm, engine(checkpoint(), None) as plain:
         kinds = [{"lora_request": one}, {"lora_request": two}, {}]
         for kind in kinds:
@@ -200,7 +201,7 @@ def test_adapters_and_salts_keep_apart(checkpoint):
         prompt = {"prompt_token_ids": PROMPT, "cache_salt": "mine"}
         (salted,) = llm.generate([prompt], PARAMS, use_tqdm=False)
         assert salted.num_cached_tokens == 0
-        replaced = LoRARequest("a1", tensors=random_adapter(base, seed=7), revision=1)
+        replaced = msgspec.structs.replace(random_adapter(base, name="a1", seed=7), revision=1)
         found = generate(llm, lora_request=replaced)
         assert found.num_cached_tokens == 0 and same(found, generate(plain, lora_request=replaced))
 
@@ -213,7 +214,7 @@ def test_drafted_tokens_and_routed_experts_go_with_a_connector(checkpoint, tmp_p
         found, _ = run_once(directory, f"disk:{tmp_path}", params=params, speculation=speculation)
         assert same(alone, found)
     assert found.num_cached_tokens == 144
-    assert np.array_equal(found.prompt_routed_experts, alone.prompt_routed_experts)
+    assert np.array_equal(found.outputs[0].routed_experts, alone.outputs[0].routed_experts)
 
 
 @pytest.mark.parametrize("kind", ["Raising", "Short", "Mixing", "Nothing", "NeverFetched", "Hanging"])
