@@ -32,8 +32,6 @@ _NEAR_BYTES = 1 << 30
 """Most bytes that wait to be written, and that were read from a disk and not loaded yet; less for a small store."""
 _PROBED_KEYS = 64
 """A fetch looks for so many blocks before it wakes the thread."""
-_STEP_NS = 1000
-"""Each block of a fetch counts as used this much before the last one, so that the end of a chain leaves first."""
 
 
 class DirectoryConnector:
@@ -163,10 +161,10 @@ class DirectoryConnector:
         fetched = self._fetcher.take(key)
         return fetched if fetched is not None else self._read(key, time.time_ns())
 
-    def _read_ahead(self, key: bytes, place: int) -> memoryview | None:
+    def _read_ahead(self, key: bytes, used_ns: int) -> memoryview | None:
         if self._queue.hides(key) or self._queue.find(key) is not None:
             return None
-        return self._read(key, time.time_ns() - place * _STEP_NS)
+        return self._read(key, used_ns)
 
     def _read(self, key: bytes, used_ns: int) -> memoryview | None:
         """Read a block; None if there is none, or one that is not what was written, which is reported."""

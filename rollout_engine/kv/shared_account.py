@@ -103,7 +103,9 @@ class SharedAccount:
         fields = content[: _FIELDS.size]
         if _CHECK.unpack_from(content, _FIELDS.size) != (xxhash.xxh3_64_intdigest(fields),):
             return Account()
-        return Account(*_FIELDS.unpack(fields), is_known=True)
+        account = Account(*_FIELDS.unpack(fields))
+        account.is_known = True
+        return account
 
     def write(self, account: Account) -> None:
         """Write the numbers inside `hold`: a process that is killed from here on has counted them."""
