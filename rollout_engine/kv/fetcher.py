@@ -35,7 +35,7 @@ class Fetcher:
     """The blocks that are near, and the thread that reads them. Any thread may call it."""
 
     def __init__(self, read: Callable[[bytes, int], memoryview | None], max_bytes: int) -> None:
-        """`read(key, used_ns)` reads a block, used at that time, and never raises; `max_bytes` bounds what is near.
+        """`read(key, used_ns)` reads a block, used at that time, and never raises; `max_bytes` bounds the blocks near.
 
         Raises `RetryableError` if no thread can be started.
         """

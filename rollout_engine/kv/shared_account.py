@@ -64,7 +64,7 @@ class Account:
         self.num_counts += 1
 
     def end_count(self, num_bytes: int, num_files: int) -> None:
-        """Take the result of the count, and what was added meanwhile."""
+        """Take the result of the count, and the additions meanwhile."""
         self.num_bytes, self.num_files = num_bytes + self.added_bytes, num_files + self.added_files
         self.is_known = True
 
