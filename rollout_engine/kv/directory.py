@@ -31,9 +31,7 @@ _QUEUE_BYTES = 256 << 20
 _NEAR_BYTES = 1 << 30
 """Most bytes that wait to be written, and that were read from a disk and not loaded yet; less for a small store."""
 _PROBED_KEYS = 64
-"""A fetch looks for so many blocks before it wakes the thread."""
-_STEP_NS = 1000
-"""Each block of a fetch counts as used this much before the last one, so that the end of a chain leaves first."""
+"""Blocks that a fetch looks for before it wakes the thread."""
 
 
 class DirectoryConnector:
@@ -139,7 +137,7 @@ class DirectoryConnector:
             return msgspec.structs.replace(self._stats)
 
     def close(self) -> None:
-        """Write what was saved, and end the threads. The last user of shared memory removes all blocks there."""
+        """Write all blocks that wait, and end the threads. The last user of shared memory removes all blocks there."""
         if not self._is_open:
             return
         is_written, is_read = self._queue.close(), self._fetcher.close()
@@ -163,13 +161,13 @@ class DirectoryConnector:
         fetched = self._fetcher.take(key)
         return fetched if fetched is not None else self._read(key, time.time_ns())
 
-    def _read_ahead(self, key: bytes, place: int) -> memoryview | None:
+    def _read_ahead(self, key: bytes, used_ns: int) -> memoryview | None:
         if self._queue.hides(key) or self._queue.find(key) is not None:
             return None
-        return self._read(key, time.time_ns() - place * _STEP_NS)
+        return self._read(key, used_ns)
 
     def _read(self, key: bytes, used_ns: int) -> memoryview | None:
-        """Read a block; None if there is none, or one that is not what was written, which is reported."""
+        """Read a block; None if there is none, or a file that is not the block, which is reported."""
         try:
             return self._blocks.read(key, used_ns)
         except FileNotFoundError:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from rollout_engine.base.threads import start_thread
 from rollout_engine.kv.connector import Wait
 
+STEP_NS = 1000
+"""Each block of a fetch counts as used this much before the last one, so that the end of a chain leaves first."""
 _KEPT_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 
@@ -33,7 +35,7 @@ class Fetcher:
     """The blocks that are near, and the thread that reads them. Any thread may call it."""
 
     def __init__(self, read: Callable[[bytes, int], memoryview | None], max_bytes: int) -> None:
-        """`read(key, place)` reads the block at a place of a fetch, and never raises; `max_bytes` bounds what is near.
+        """`read(key, used_ns)` reads a block, used at that time, and never raises; `max_bytes` bounds the blocks near.
 
         Raises `RetryableError` if no thread can be started.
         """
@@ -111,12 +113,12 @@ class Fetcher:
 
     def _fetch(self, keys: Sequence[bytes]) -> None:
         """Read blocks until those of this fetch alone would not fit."""
-        left = self._max_bytes
+        left, began_ns = self._max_bytes, time.time_ns()
         for place, key in enumerate(keys):
             num_forgotten = self._num_forgotten
             if self._is_closed or key in self._near:
                 continue
-            data = self._read(key, place)
+            data = self._read(key, began_ns - place * STEP_NS)
             if data is None:
                 continue
             left -= len(data)

@@ -64,7 +64,7 @@ class Account:
         self.num_counts += 1
 
     def end_count(self, num_bytes: int, num_files: int) -> None:
-        """Take the result of the count, and what was added meanwhile."""
+        """Take the result of the count, and the additions meanwhile."""
         self.num_bytes, self.num_files = num_bytes + self.added_bytes, num_files + self.added_files
         self.is_known = True
 
@@ -103,7 +103,9 @@ class SharedAccount:
         fields = content[: _FIELDS.size]
         if _CHECK.unpack_from(content, _FIELDS.size) != (xxhash.xxh3_64_intdigest(fields),):
             return Account()
-        return Account(*_FIELDS.unpack(fields), is_known=True)
+        account = Account(*_FIELDS.unpack(fields))
+        account.is_known = True
+        return account
 
     def write(self, account: Account) -> None:
         """Write the numbers inside `hold`: a process that is killed from here on has counted them."""

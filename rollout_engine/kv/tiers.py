@@ -21,7 +21,7 @@ _NAMES = (
 
 
 def make_connector(spec: str, max_bytes: int | None = None) -> KVConnector:
-    """Make the connector of a name. `max_bytes`: bound of what it holds, at least 1; None: its own choice.
+    """Make the connector of a name. `max_bytes`: bound of the bytes that it holds, at least 1; None: its own choice.
 
     Raises `ConfigError` for another name, or a class that cannot be made.
     """

@@ -3,9 +3,10 @@
 python block_kills.py DIRECTORY NUM_KILLS SEED
 
 Three forks at a time use the directory, each until its n-th call of the system, or byte written, at which it is killed
-with SIGKILL. Every block's bytes follow from its key. Prints a JSON object: kills, wrong, faults, over, read, unfinished.
+with SIGKILL. Every block's bytes follow from its key. Prints JSON: kills, wrong, faults, over, read, unfinished.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+from rollout_engine.kv.block_directory import NoRoom
 from rollout_engine.kv.block_frame import DamagedBlock
 from rollout_engine.kv.block_listing import list_blocks
 from tests.unit.kv.blocks import data, key, open_blocks, real_bytes
@@ -69,11 +71,19 @@ def use(directory, seed, calls, num_bytes):
         number = choice.randrange(NUM_KEYS)
         action = choice.random()
         if action < 0.6:
-            blocks.write(key(number), data(number, size_of(number)))
+            write(blocks, number)
         elif action < 0.65:
             blocks.remove(key(number))
         elif read(blocks, number) is False:
             os._exit(WRONG)
+
+
+def write(blocks, number):
+    """Write a block. The others may take the room that an eviction has made, but not again and again."""
+    for _ in range(20):
+        with contextlib.suppress(NoRoom):
+            return blocks.write(key(number), data(number, size_of(number)))
+    raise AssertionError("no room")
 
 
 def read(blocks, number):

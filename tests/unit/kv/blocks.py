@@ -29,6 +29,7 @@ def file_of(path, number, namespace=NAMESPACE):
 
 
 def real_bytes(blocks):
-    """Bytes of all files while no process changes any, and those that the account states."""
+    """Bytes of all files while no process changes any, and those that the account states: no limit if it is torn."""
     with blocks._account.hold() as account:
-        return sum(file.num_bytes for file in list_blocks(blocks._root)), account.num_bytes
+        found = sum(file.num_bytes for file in list_blocks(blocks._root))
+        return found, account.num_bytes if account.is_known else float("inf")

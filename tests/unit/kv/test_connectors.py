@@ -5,7 +5,6 @@ import random
 import threading
 
 import msgspec
-import pytest
 
 from rollout_engine.kv.connector import KVConnectorStats, KVLayout
 from tests.unit.kv.blocks import LAYOUT, data, key
@@ -147,7 +146,7 @@ CHANGES = dict(
 
 
 def test_a_layout_has_the_same_namespace_in_every_process():
-    assert LAYOUT.namespace == "PINNED"
+    assert LAYOUT.namespace == "27d9635f11272467639e0291900f68a6"
     assert KVLayout(model="a", dtype="b", block_size=1, block_bytes=1).namespace != LAYOUT.namespace
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from rollout_engine.kv import fetcher as module
-from rollout_engine.kv.fetcher import Fetcher
+from rollout_engine.kv.fetcher import STEP_NS, Fetcher
 from tests.unit.kv.blocks import data, key
 
 
@@ -14,13 +14,13 @@ class Reader:
 
     def __init__(self):
         self.stored = {key(number): data(number, 1000) for number in range(10)}
-        self.places, self.began, self.may_read = [], threading.Event(), threading.Event()
+        self.times, self.began, self.may_read = [], threading.Event(), threading.Event()
         self.may_read.set()
 
-    def read(self, key, place):
+    def read(self, key, used_ns):
         self.began.set()
         assert self.may_read.wait(60)
-        self.places.append(place)
+        self.times.append(used_ns)
         return self.stored.get(key)
 
 
@@ -49,7 +49,8 @@ def test_blocks_are_near_once_the_wait_is_over_and_are_taken_once(fetcher, reade
     wait = fetcher.begin(keys(0, 77, 1))
     assert not wait(0.0)
     reader.may_read.set()
-    assert wait(60) and wait(0.0) and reader.places == [0, 1, 2]
+    assert wait(60) and wait(0.0)
+    assert [time - reader.times[0] for time in reader.times] == [0, -STEP_NS, -2 * STEP_NS]
     assert near(fetcher) == [0, 1]
     assert fetcher.take(key(0)) == data(0, 1000) and fetcher.take(key(0)) is None
     assert fetcher.take(key(77)) is None
