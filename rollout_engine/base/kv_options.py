@@ -1,4 +1,4 @@
-"""What options go with a KV connector."""
+"""Options that do not go with a KV connector."""
 
 from typing import Any
 

@@ -199,7 +199,7 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     `RetryableError` (HTTP 503) instead. "end": for a later or an earlier version, it ends at once, as at an update."""
 
     kv_hint: KvHint | None = None
-    """What the caller knows about the KV of this request. "keep": it will be wanted again, so that its blocks are the
+    """A hint about the KV of this request. "keep": it will be wanted again, so that its blocks are the
     last to be given up. "drop": it will not, so that blocks which it alone has are forgotten when its samples end, also
     by a KV connector. "prefetch": bring the prompt's KV near, as far as the connector holds it, and sample nothing:
     the request ends with no token and finish_reason "length". No result depends on it (docs/kv.md)."""

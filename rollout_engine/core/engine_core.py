@@ -364,7 +364,7 @@ class EngineCore:
             self._requests.hold_until_prepared(request, preparation)
 
     def _save_when_idle(self) -> None:
-        """Save KV that the next step would save, if there is none to come."""
+        """Save KV that the next step would save, unless there will be one."""
         if not self._steps and not self.num_in_flight:
             self._tables.save_noted()
 

@@ -21,7 +21,7 @@ class FakeStore:
         misses: the share of loads of held blocks that find nothing.
         lies: the share of loads that give bytes of a wrong length.
         forgets: the share of saves behind which some held block is forgotten.
-        waits: how often a wait for fetched keys says that it is not over, at most.
+        waits: how often a wait for fetched keys returns that it is not over, at most.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of one sequence's block table against what the sequence claims, for tests."""
+"""Checks that one sequence and its block table agree, for tests."""
 
 from collections.abc import Callable
 

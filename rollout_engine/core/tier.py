@@ -104,7 +104,7 @@ class Tier:
         self.stats = store.stats
         self._known_weights: str | None = None
         self._serial = 0
-        """Number of the weights and of the store's contents: keys, and notes of what was saved, are of one number."""
+        """Number of the weights and of the store's contents, for which keys and notes of saved blocks hold."""
         self._saves: dict[tuple[int, bool], bytes] = {}
         """(block or slot, whether it is a slot) -> key, noted for the next step."""
         self._loads: list[KVLoad] = []
@@ -308,5 +308,5 @@ def _end_of(sequence: Sequence, block_size: int) -> int:
 
 
 def _num_shared(request: Request) -> int:
-    """Tokens in front of the first picture: only this engine knows the numbers that stand for pictures."""
+    """Tokens in front of the first picture: the numbers that stand for pictures are this engine's own."""
     return min((placed.start for placed in request.source.pictures), default=sys.maxsize)

@@ -57,7 +57,7 @@ class TieredTables(BlockTables):
         return self.states.attach_new(sequence, sequence.prefix[-1])
 
     def save_noted(self) -> None:
-        """Save at once what the next step would save outside of the pool. Call it while no step is in flight."""
+        """Save at once the KV that the next step would save. Call it while no step is in flight."""
         if self.tier is not None:
             self.tier.save_noted()
 
@@ -89,7 +89,7 @@ class TieredTables(BlockTables):
             self.tier.drop(rows, sequence.request)
 
     def forget_contents(self) -> None:
-        """Forget every known prefix after a failed step, and what was to be saved: blocks may hold anything."""
+        """Forget every known prefix after a failed step, and all noted saves: blocks may hold anything."""
         if self.tier is not None:
             self.tier.forget_noted()
         self.clear_cache()

@@ -1,4 +1,4 @@
-"""What the bytes of KV depend on besides weights and tokens: the namespace in which engines share them."""
+"""Facts that the bytes of KV depend on, apart from weights and tokens: the namespace in which engines share them."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from rollout_engine.model.backend import Backend
 from rollout_engine.model.sequences.kv_transfer import KVTransfer
 
 _OF_FILES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "_commit_hash")
-"""Entries of a configuration that say where it is from."""
+"""Entries of a configuration about its origin."""
 
 
 def describe_layout(

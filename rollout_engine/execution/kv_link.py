@@ -109,7 +109,7 @@ class KVLink:
         self.stats.save_seconds += time.perf_counter() - begun
 
     def holds(self, key: bytes) -> bool:
-        """Whether a block is held, as far as the connector knows."""
+        """Whether a block is held, without loading it."""
         begun = time.perf_counter()
         found = bool(self._call("holds", False, key))
         self.stats.load_seconds += time.perf_counter() - begun

@@ -20,7 +20,7 @@ class LiveDigest:
         """The digest; None while it is not known, and if it is not kept. Weights that are dirty have none either."""
 
     def keep(self) -> None:
-        """Know it from now on. Raises as `WeightUpdater.digest`."""
+        """Keep it up to date from now on. Raises as `WeightUpdater.digest`."""
         self._is_kept = True
         self.value = self._compute()
 

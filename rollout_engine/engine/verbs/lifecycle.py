@@ -132,8 +132,8 @@ def reset_prefix_cache(
     """Forget every known prefix, and return whether that was done.
 
     It is refused (False, nothing changed) while requests in flight hold KV blocks, unless `reset_running_requests`:
-    then they compute their KV again, to the same tokens. `reset_connector`: what the KV connector holds for models of
-    this kind is forgotten as well, also for other engines that share it.
+    then they compute their KV again, to the same tokens. `reset_connector`: blocks that the KV connector holds for
+    models of this kind are forgotten as well, also for other engines that share it.
     """
     return driver.core.reset_prefix_cache(
         reset_running_requests=reset_running_requests, reset_connector=reset_connector

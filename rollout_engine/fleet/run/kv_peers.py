@@ -8,7 +8,7 @@ from rollout_engine.fleet.run.member import Member
 def introduce_kv_peers(members: Mapping[int, Member]) -> None:
     """Have each connector meet the others, by the metadata that their engines started with. Waits for none of them.
 
-    A connector that is not told of a peer has a miss in place of that peer's blocks.
+    A connector without the metadata of a peer has a miss in place of that peer's blocks.
     """
     handshakes = {index: member.client.info.kv_handshake for index, member in members.items()}
     if len(members) < 2 or not any(handshakes.values()):
