@@ -5,7 +5,7 @@
     block published ──> note it, if the tier lacks it                    (`note_block`)    kv_saves of the next step
 
 A step carries saves out first. A block is written again only by a step that is scheduled after it was published, so
-that the save of it, which was noted then, comes before. Steps that failed or were rolled back take their saves with
+that its save, which was noted then, is earlier. Steps that failed or were rolled back take their saves with
 them: the blocks that these name may have been written since.
 
 While the digest of the live weights is not known, no key can be made: nothing is loaded or saved.

@@ -203,7 +203,9 @@ class InlineExecutor:
     @property
     def live_digest(self) -> str | None:
         """Digest of the live weights, by which KV is found; None while it is not known, or they must not be used."""
-        return None if self.updater.dirty else self.updater.live_digest.value
+        if self._worker is None or self.updater.dirty:
+            return None
+        return self.updater.live_digest.value
 
     def release_kv(self) -> None:
         self.worker.release_kv()
