@@ -177,11 +177,11 @@ def test_errors_below_a_session_have_the_dialects_shape(gateway):
 
 
 def test_known_responses_are_bounded():
-    known = KnownResponses(most=2, most_chars=100)
+    known = KnownResponses(most=2, most_bytes=700)
     for name in "abc":
         known.add(name, [], [{"role": "user", "content": "x" * 10}])
     assert (known.get("a"), len(known)) == (None, 2)
-    known.add("d", known.get("c"), [{"role": "user", "content": "x" * 80}])
+    known.add("d", known.get("c"), [{"role": "user", "content": "x" * 200}])
     assert known.get("c") is None and len(known.get("d")) == 2
-    known.add("e", [], [{"role": "user", "content": "x" * 200}])
+    known.add("e", [], [{"role": "user", "content": "x" * 800}])
     assert len(known) == 0
