@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rollout_engine.base.errors import RequestError
+from rollout_engine.base.errors import LifecycleError, RequestError
 from rollout_engine.base.sampling_params import SamplingLike, as_sampling_params
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.batches.summary import RolloutBatch
@@ -87,6 +87,7 @@ class Gateway:
         self._batcher = GroupBatcher(policy.frontend)
         self._server = HttpServer(policy, options).start()
         self._sessions = self._server.app.served.sessions
+        self._is_closed = False
         self.options = options
         """Those of its server; `api_key` and `admin_key` were drawn unless given."""
 
@@ -111,8 +112,12 @@ class Gateway:
                 a seed, request k is drawn as turn k of an episode with that seed.
             seconds, tokens: bounds below those of the server.
 
-        Raises `RequestError` for bounds beyond the server's, and `RetryableError` at `max_sessions`.
+        Raises `RequestError` for bounds beyond the server's, `RetryableError` at `max_sessions` and
+        `all_sessions_bytes`, and `LifecycleError` once the gateway is closed.
         """
+        if self._is_closed:
+            what = f"This gateway is closed: no server answers at {self.url}, so no agent could use a new session"
+            raise LifecycleError(f"{what}. Make another one by policy.gateway(); the rows so far can still be read.")
         self._sessions.end_late()
         now, registry = time.monotonic(), self._sessions.registry
         sampling = self._sampling if sampling_params is None else forced_fields(sampling_params)
@@ -157,6 +162,7 @@ class Gateway:
 
     def close(self) -> None:
         """Stop the server. Its sessions stay readable here. May be called again."""
+        self._is_closed = True
         self._server.__exit__(None, None, None)
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from rollout_engine import RolloutPolicy, SamplingParams, exact
-from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine.base.errors import ConfigError, LifecycleError, RequestError
 from rollout_engine.batches import advantages
 from rollout_engine.serve.app import App
 from rollout_engine.serve.options import ServeOptions
@@ -146,6 +146,16 @@ def test_an_update_during_a_session_shows_in_its_versions(checkpoint):
         versions = batch["policy_version"][batch["masks", "all_assistant_mask"]].tolist()
         assert sorted(set(versions)) == [0, 1] and list(batch["began"]) == ["start"]
         assert exact.check(batch, model=exact.enable(tiny_model(seed=1))).num_tokens >= 1
+
+
+def test_a_closed_gateway_says_so_and_its_rows_stay_readable(policy):
+    with policy.gateway() as gateway:
+        session, url = gateway.session(), gateway.url
+        play(gateway, [session], 1, 70)
+    gateway.close()
+    with pytest.raises(LifecycleError, match=f"closed.*{url}.*policy.gateway"):
+        gateway.session()
+    assert gateway.url == url and session.rows() and len(gateway.batch([session])) == len(session.rows())
 
 
 def test_keys_and_lives_of_sessions(policy):

@@ -192,6 +192,11 @@ def test_a_server_without_a_key_is_refused(tmp_path, key):
         sync.serve_store(tmp_path, key=key)
 
 
+def test_a_directory_that_is_not_there_is_not_served(tmp_path):
+    with pytest.raises(SyncError, match="is no directory.*sync.publish"):
+        sync.serve_store(tmp_path / "typo", key=KEY)
+
+
 def test_a_server_that_is_gone_or_no_url_is_an_error(served, copy):
     url = served.server.url
     served.server.close()
