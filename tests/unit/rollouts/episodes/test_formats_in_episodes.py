@@ -100,7 +100,7 @@ def test_kinds_of_calls_that_would_end_an_episode_are_warned_of(played, caplog):
 
 
 def test_text_forms_stand_in_parts_if_the_template_takes_results_behind_calls_alone(played):
-    refuses = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+    refuses = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception() }}{% endif %}"
     template = TEMPLATES["hermes"].replace(
         "{% for m in messages %}", "{% for m in messages %}" + refuses + "{% endif %}"
     )
