@@ -64,6 +64,11 @@ class GatewaySession:
         return self._session.is_deleted
 
     @property
+    def ended_by(self) -> str | None:
+        """Why it takes no more requests: "seconds", "tokens", "bytes", "turns" or "policy_version"; None: it does."""
+        return self._session.ended_by(time.monotonic())
+
+    @property
     def total_reward(self) -> float | None:
         """The session's reward; None: not set."""
         return self._session.reward
@@ -103,6 +108,7 @@ class Gateway:
         sampling_params: SamplingLike | None = None,
         seconds: float | None = None,
         tokens: int | None = None,
+        pin_version: bool = False,
     ) -> GatewaySession:
         """Make a session for one run of an agent.
 
@@ -111,6 +117,9 @@ class Gateway:
             sampling_params: params of every request in place of the gateway's, over those that the agent asks for. With
                 a seed, request k is drawn as turn k of an episode with that seed.
             seconds, tokens: bounds below those of the server.
+            pin_version: whether all answers are to be of the policy version that is live when the first request
+                arrives. A weight update ends the session: its requests are refused, and the one that runs ends with the
+                tokens it has.
 
         Raises `RequestError` for bounds beyond the server's, `RetryableError` at `max_sessions` and
         `all_sessions_bytes`, and `LifecycleError` once the gateway is closed.
@@ -121,7 +130,8 @@ class Gateway:
         self._sessions.end_late()
         now, registry = time.monotonic(), self._sessions.registry
         sampling = self._sampling if sampling_params is None else forced_fields(sampling_params)
-        made = registry.create(now=now, group_id=group_id, sampling=sampling, seconds=seconds, tokens=tokens)
+        options: Any = {"seconds": seconds, "tokens": tokens, "pin_version": pin_version}
+        made = registry.create(now=now, group_id=group_id, sampling=sampling, **options)
         return GatewaySession(self, made, self.url)
 
     def batch(

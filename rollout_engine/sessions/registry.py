@@ -46,6 +46,7 @@ class Sessions:
         sampling: Mapping[str, Any] | None = None,
         seconds: float | None = None,
         tokens: int | None = None,
+        pin_version: bool = False,
     ) -> Session:
         """Make a session.
 
@@ -72,6 +73,7 @@ class Sessions:
             now=now,
             group_id=group_id,
             sampling=sampling,
+            pin_version=pin_version,
             total=self.memory,
             on_refuse=self.note_refusal,
         )

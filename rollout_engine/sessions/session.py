@@ -9,6 +9,7 @@ from rollout_engine.base.errors import RequestError, RetryableError
 from rollout_engine.base.outputs import CompletionOutput
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.sessions.branches import reason_of
+from rollout_engine.sessions.errors import SessionEndedError
 from rollout_engine.sessions.forest import Forest, Found, Turn
 from rollout_engine.sessions.known_responses import KnownResponses
 from rollout_engine.sessions.limits import SessionLimits, refuse_deleted
@@ -19,6 +20,7 @@ from rollout_engine.sessions.place import Place
 from rollout_engine.sessions.prompts import ChatPrompts
 from rollout_engine.sessions.rows import SessionRow, make_rows
 from rollout_engine.sessions.samples import bytes_of
+from rollout_engine.sessions.versions import SessionVersion
 from rollout_engine.text.conversations import as_messages
 
 _RESPONSES_SHARE = 8
@@ -32,6 +34,7 @@ class Session:
         limits: its bounds.
         sampling: sampling params of every request, over those that it asks for.
         now: seconds, by the clock of all later calls.
+        pin_version: whether all answers are to be of the policy version that is live when the first request arrives.
         total: memory of all sessions together; None: there are no others.
         on_refuse: called with the bound for which a request is refused, as `ended_by` names it, or "all bytes".
     """
@@ -45,12 +48,14 @@ class Session:
         now: float,
         group_id: int | str | None = None,
         sampling: Mapping[str, Any] | None = None,
+        pin_version: bool = False,
         total: Memory | None = None,
         on_refuse: Callable[[str], object] = str,
     ) -> None:
         self._on_refuse = on_refuse
         self.id, self.api_key, self.group_id, self.limits = session_id, api_key, group_id, limits
         self.sampling = dict(sampling or {})
+        self._version = SessionVersion(self.sampling, pins=pin_version)
         self.ends_at = now + limits.seconds
         """When it stops to take requests."""
         self.is_deleted = False
@@ -133,6 +138,7 @@ class Session:
             if self.is_deleted or place not in self._open:
                 return
             for sample, answer in zip(samples, answers, strict=True):
+                self._version.note_answer(sample)
                 if sample.token_ids:  # else it was aborted before its first token
                     message = {"role": "assistant", "content": "", **_without_nulls(answer)}
                     self._add(place, sample, as_messages([message])[0])
@@ -143,6 +149,22 @@ class Session:
             if place in self._open:
                 self._open.discard(place)
                 self.memory.add(-place.num_bytes)
+
+    def version_params(self, live: int) -> dict[str, Any]:
+        """Sampling params with which a request asks for the session's version; `live`: that of the weights now.
+
+        Raises `SessionEndedError` if the session keeps a version that is past.
+        """
+        with self._lock:
+            try:
+                return self._version.params_at(live, has_begun=bool(self._forest.turns or self._open))
+            except SessionEndedError as problem:
+                self._refuse("policy_version", problem)
+
+    def note_no_answer(self, live: int) -> None:
+        """Note that a request ended without an answer; `live`: the version of the weights now."""
+        with self._lock:
+            self._version.note_no_answer(live)
 
     def rows(self) -> list[SessionRow]:
         """The training rows so far."""
@@ -163,8 +185,10 @@ class Session:
             self._row_rewards[row] = float(reward)
 
     def ended_by(self, now: float) -> str | None:
-        """Which bound is reached: "seconds", "tokens", "bytes" or "turns"; None: it takes requests."""
+        """Which bound is reached: "policy_version", "seconds", "tokens", "bytes" or "turns"; None: none is."""
         limits = self.limits
+        if self._version.is_past:
+            return "policy_version"
         if now >= self.ends_at:
             return "seconds"
         if self.num_turns + len(self._open) >= limits.turns:

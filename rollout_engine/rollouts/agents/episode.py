@@ -23,6 +23,14 @@ class Outcome(msgspec.Struct, frozen=True):
     cause: BaseException | None = None
     """The exception of this process that made it fail."""
 
+    def at_update(self, *, has_rewards: bool) -> "Outcome":
+        """The same of a run whose session a weight update ended, and which may have failed for it: it is truncated.
+
+        `has_rewards`: whether the session has rewards; else one that has none itself gets 0.
+        """
+        reward = 0.0 if self.reward is None and not has_rewards else self.reward
+        return Outcome("policy_version", reward, info=self.info)
+
 
 class AgentEpisode(msgspec.Struct, frozen=True):
     """One run of an agent: the rows of its session, and how it ended."""

@@ -12,7 +12,7 @@ from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.base.structs import plain
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.agents.agent import Agent
-from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed
+from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed, pins_version
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.sessions.forced_params import forced_params
 
@@ -20,7 +20,10 @@ _MAX_COUNT = 1_000_000
 _MAX_IN_FLIGHT = 64
 """Agents that run at once, unless `max_in_flight` is given."""
 _OF_REQUESTS = ("n", "seed", "output_kind", "detokenize")
-_OPTIONS = ("env", "num_episodes", "episode_timeout", "max_in_flight", "max_turns", "max_episode_tokens")
+_OPTIONS = (
+    *("env", "num_episodes", "episode_timeout", "max_in_flight", "max_turns", "max_episode_tokens"),
+    "pin_version",
+)
 """Those of `EpisodeOptions` that agents have."""
 
 
@@ -43,6 +46,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
     """Most tokens of a session, prompts included."""
     starts: tuple[int, ...] | None = None
     """Numbers of the starts to play; None: all."""
+    pins_version: bool = False
+    """Whether all answers of a session are sampled under one policy version."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments, agent: Agent) -> "AgentPlan":
@@ -68,6 +73,7 @@ class AgentPlan(msgspec.Struct, frozen=True):
             max_in_flight=in_flight or _MAX_IN_FLIGHT,
             max_turns=as_int("max_turns", options.get("max_turns"), 1, _MAX_COUNT),
             max_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
+            pins_version=pins_version(options, checked),
         )
 
     @property

@@ -14,6 +14,7 @@ from rollout_engine.rollouts.agents.episode import AgentEpisode, AgentGroup, Out
 from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
 from rollout_engine.rollouts.agents.plan import AgentPlan
 from rollout_engine.rollouts.agents.playing import Playing
+from rollout_engine.rollouts.agents.reward import have_rewards
 from rollout_engine.rollouts.agents.workplace import Workplaces
 from rollout_engine.rollouts.episodes.env_calls import EnvCalls, EnvFailure
 from rollout_engine.rollouts.episodes.env_host import one_line
@@ -139,7 +140,8 @@ class AgentRun:
             key = self._num_started
             group, member = plan.place(key)
             sampling = {**plan.sampling, "seed": plan.episode_seed(group, member)}
-            open_session = partial(gateway.session, sampling_params=sampling, tokens=plan.max_tokens)
+            options: Any = {"sampling_params": sampling, "tokens": plan.max_tokens, "pin_version": plan.pins_version}
+            open_session = partial(gateway.session, **options)
             playing = Playing(plan.agent, open_session, plan.tasks[group], plan.env_seed(group), self._places)
             self._running[key] = playing
             self._num_started += 1
@@ -168,6 +170,8 @@ class AgentRun:
         self._calls.close(key)
         playing.stop()
         rows = playing.leave()
+        if playing.ended_by == "policy_version" and outcome.ended_by in ("terminated", "error"):
+            outcome = outcome.at_update(has_rewards=have_rewards(rows))
         if outcome.error is not None:
             self._failures.append((outcome.error, outcome.cause))
         group, member = plan.place(key)

@@ -157,7 +157,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             opponents=_opponents(options.get("seats") or {}),
             tools=_functions(tools),
             chat=chat,
-            pins_version=_pins_version(options, checked),
+            pins_version=pins_version(options, checked),
             lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
             journal=None if options.get("journal") is None else JournalOptions.of(options["journal"]),
             on_resume=on_resume,
@@ -205,7 +205,8 @@ def as_seconds(value: Any) -> float:
     return float(value)
 
 
-def _pins_version(options: Mapping[str, Any], params: SamplingParams) -> bool:
+def pins_version(options: Mapping[str, Any], params: SamplingParams) -> bool:
+    """Check `pin_version`. Raises `RequestError`."""
     pins = options.get("pin_version", False)
     if not isinstance(pins, bool):
         raise RequestError.for_field("pin_version", pins, "True or False")

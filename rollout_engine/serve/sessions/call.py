@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rollout_engine.base.errors import RequestError
@@ -45,11 +45,19 @@ class SessionCall:
     """Joins a request with its session. The application makes one for each request, and closes it."""
 
     def __init__(
-        self, session: Session, asked: Asked, codec: TextCodec, prompts: PromptCache, forced: ForcedParams
+        self,
+        session: Session,
+        asked: Asked,
+        codec: TextCodec,
+        prompts: PromptCache,
+        forced: ForcedParams,
+        live_version: Callable[[], int],
     ) -> None:
         """`forced`: params that were forced before, shared by all calls of a server."""
         self._session, self._asked, self._codec, self._prompts, self._forced = session, asked, codec, prompts, forced
+        self._live_version = live_version
         self._place: Place | None = None
+        self._has_answer = False
 
     @property
     def known_responses(self) -> KnownResponses:
@@ -94,6 +102,7 @@ class SessionCall:
             message: the answer in OpenAI's form, as it will be among the messages of later requests.
         """
         if self._place is not None:
+            self._has_answer = True
             self._session.record(self._place, [join_parts(parts)], [message])
 
     def close(self) -> None:
@@ -101,6 +110,8 @@ class SessionCall:
         if self._place is not None:
             self._session.cancel(self._place)
             self._place = None
+            if not self._has_answer:
+                self._session.note_no_answer(self._live_version())
 
     async def _find_place(
         self, messages: Sequence[Any], options: Mapping[str, Any], params: SamplingParams, lora: str | None
@@ -131,6 +142,7 @@ class SessionCall:
                 "truncate_prompt_tokens", params.truncate_prompt_tokens, "absent in a session", _KEEPS_ALL
             )
         sampling = {name: value for name, value in self._session.sampling.items() if name != "seed"}
+        sampling |= self._session.version_params(self._live_version())
         if not sampling and params.logprobs is not None:
             return params
         key = id(params), repr(sorted(sampling.items()))

@@ -24,10 +24,12 @@ async def create_session(
     sampling: dict[str, Any] | None = None,
     seconds: float | None = None,
     tokens: int | None = None,
+    pin_version: bool = False,
 ) -> Reply:
     """Make a session: its id, its key, and the base URLs for clients of the three APIs."""
     registry, forced = served.sessions.require_on(), check_forced(sampling or {})
-    made = registry.create(now=time.monotonic(), group_id=group_id, sampling=forced, seconds=seconds, tokens=tokens)
+    options: Any = {"seconds": seconds, "tokens": tokens, "pin_version": pin_version}
+    made = registry.create(now=time.monotonic(), group_id=group_id, sampling=forced, **options)
     scheme = asked.headers.get("x-forwarded-proto", "http")
     return Reply(addresses(made, f"{scheme}://{asked.headers.get('host', 'localhost')}"))
 

@@ -94,7 +94,7 @@ class ServedSessions:
         if self._prompts is None:
             pictures = served.engine.frontend.inputs.pictures
             self._prompts = PromptCache(served.codec, served.max_model_len, pictures)
-        return SessionCall(session, asked, served.codec, self._prompts, self._forced)
+        return SessionCall(session, asked, served.codec, self._prompts, self._forced, lambda: served.weight_version)
 
     def _forget(self, session_id: str) -> None:
         kept = self._retries.pop(session_id, None)
