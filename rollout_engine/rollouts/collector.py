@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -86,6 +87,8 @@ class RolloutCollector:
         """Groups that were started and not delivered, with their seeds."""
         self._groups: dict[int, Group] = {}
         """The complete ones among them."""
+        self._digests: dict[int, list[bytes]] = {}
+        """Group -> digests of its prompt's pictures, as far as they were read."""
         self._next: deque[GroupTask] = deque()
         """Groups to start before those that the dataset has next."""
         self._problem: Exception | None = None
@@ -185,7 +188,7 @@ class RolloutCollector:
                 self._complete(group)
             if self._journal.options is not None:
                 for task, parts in self._run.take_progress(self._journal.options.progress_tokens):
-                    self._journal.note_progress(task.index, parts)
+                    self._journal.note_progress(task.index, parts, self._picture_digests(task))
 
     def _continue(self) -> None:
         """Read the dataset up to the position of an earlier process, whose open groups start next."""
@@ -215,7 +218,7 @@ class RolloutCollector:
     def _refill(self, *, waiting: bool) -> None:
         """Start as many groups as may be open."""
         while self._control.num_to_start(waiting=waiting) and self._has_next():
-            recalled = self._journal.recall(self._next[0])
+            recalled = self._journal.recall(self._next[0], partial(self._picture_digests, self._next[0]))
             try:
                 if recalled is None or recalled.output is None:
                     task = self._run.start(self._next[0], [] if recalled is None else recalled.parts)
@@ -231,6 +234,13 @@ class RolloutCollector:
             self._journal.note_start(task, row_digest(task), recalled=recalled is not None)
             if recalled is not None and recalled.output is not None:
                 self._recall(task, recalled, recalled.output)
+
+    def _picture_digests(self, task: GroupTask) -> list[bytes]:
+        """Digests of the pictures of a prompt, which are read once."""
+        known = self._digests.get(task.index)
+        if known is None:
+            known = self._digests[task.index] = [each.picture.digest for each in pictures_of(self._frontend, task)]
+        return known
 
     def _recall(self, task: GroupTask, recalled: Recalled, output: RequestOutput) -> None:
         """Take a group whose samples an earlier process had, and perhaps its rewards."""
@@ -268,6 +278,7 @@ class RolloutCollector:
         self._batcher.count_staleness(groups)
         for group in groups:
             del self._groups[group.index], self._open[group.index]
+            self._digests.pop(group.index, None)
         num_dropped = sum(group.output.num_dropped for group in groups)
         self._journal.deliver(sorted(indexes), num_pending=self._control.num_pending, num_dropped=num_dropped)
         try:
