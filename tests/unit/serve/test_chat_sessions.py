@@ -184,7 +184,7 @@ def test_errors_below_a_session_have_the_dialects_shape(gateway):
 
 
 def test_known_responses_are_bounded():
-    known = KnownResponses(most=2, most_bytes=700)
+    known = KnownResponses(most=2, most_bytes=900)
     for name in "abc":
         known.add(name, [], [{"role": "user", "content": "x" * 10}])
     assert (known.get("a"), len(known)) == (None, 2)
