@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -15,6 +15,10 @@ from rollout_engine.base.sampling_params import as_sampling_params
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.agents.agent import Agent
+from rollout_engine.rollouts.agents.collecting import AgentGroups, agent_tasks, collecting_plan
+from rollout_engine.rollouts.agents.episode import AgentGroup
+from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
 from rollout_engine.rollouts.journal.group_records import Recalled
 from rollout_engine.rollouts.journal.groups import GroupJournal
@@ -69,13 +73,17 @@ class RolloutCollector:
         listeners: GroupListeners,
         journal: GroupJournal,
         teachers: TeacherColumns | None = None,
+        agents: AgentGroups | None = None,
     ) -> None:
-        """`tasks`: those of the dataset, from its first row. `journal`: keeps the position, and the groups."""
+        """`tasks`: those of the dataset, from its first row. `journal`: keeps the position, and the groups.
+
+        `agents`: play the tasks; None: they are prompts.
+        """
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
         self._teachers, self._journal = teachers, journal
-        self._run = RolloutRun(
+        self._run: RolloutRun | AgentGroups = agents or RolloutRun(
             frontend,
             (),
             arguments.reward_fn,
@@ -85,7 +93,7 @@ class RolloutCollector:
         )
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, Group | AgentGroup] = {}
         """The complete ones among them."""
         self._digests: dict[int, list[bytes]] = {}
         """Group -> digests of its prompt's pictures, as far as they were read."""
@@ -260,12 +268,12 @@ class RolloutCollector:
             self._next.extend([] if task is None else [task])
         return bool(self._next)
 
-    def _complete(self, group: Group) -> None:
+    def _complete(self, group: Group | AgentGroup) -> None:
         self._note_complete(group)
         self._batcher.tell(self._listeners, group, self._layout)
-        self._journal.note_completion(group.index, group.rewards)
+        self._journal.note_completion(group.index, group.rewards if isinstance(group, Group) else None)
 
-    def _note_complete(self, group: Group) -> None:
+    def _note_complete(self, group: Group | AgentGroup) -> None:
         self._groups[group.index] = group
         self._control.note_completion(group.index, group.oldest_version)
 
@@ -279,7 +287,7 @@ class RolloutCollector:
         for group in groups:
             del self._groups[group.index], self._open[group.index]
             self._digests.pop(group.index, None)
-        num_dropped = sum(group.output.num_dropped for group in groups)
+        num_dropped = sum(group.output.num_dropped for group in groups if isinstance(group, Group))
         self._journal.deliver(sorted(indexes), num_pending=self._control.num_pending, num_dropped=num_dropped)
         try:
             self._refill(waiting=False)
@@ -323,6 +331,38 @@ def open_collector(
     except BaseException:
         groups.close()
         raise
+
+
+def open_agent_collector(
+    frontend: Frontend,
+    batcher: GroupBatcher,
+    arguments: RolloutArguments,
+    control: StalenessControl,
+    listeners: GroupListeners,
+    agent: Agent,
+    gateway: Callable[..., AgentGateway],
+    *,
+    groups_per_batch: int,
+    journal: Any,
+    teachers: TeacherColumns | None,
+) -> RolloutCollector:
+    """Make a collector over an agent's tasks, `arguments.prompts`; `gateway` is `RolloutPolicy.gateway`.
+
+    Raises `RequestError` for arguments that do not fit, a journal among them: a program cannot be continued.
+    """
+    if journal is not None:
+        hint = "A program cannot be continued in its middle: collector.state_dict() begins groups in flight anew."
+        raise RequestError.for_field("journal", journal, "absent with env=Agent(...)", hint)
+    plan = collecting_plan(frontend, arguments, agent)
+    if teachers is not None:
+        teachers.refuse_prompts("Agents have prompts of their own.")
+        teachers.check([plan.params], {})
+    options = {name: value for name, value in arguments.options.items() if name != "env"} | {"env": agent.name}
+    shown = msgspec.structs.replace(arguments, seed=plan.seed, sampling_params=plan.params, options=options)
+    groups, _ = open_group_journal(frontend, shown, None)
+    agents = AgentGroups(plan, gateway, most_failed=groups_per_batch)
+    tasks = agent_tasks(arguments.prompts, plan)
+    return RolloutCollector(frontend, batcher, arguments, tasks, control, listeners, groups, teachers, agents)
 
 
 def staleness_control(groups_per_batch: Any, max_staleness: Any, max_in_flight: Any) -> StalenessControl:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rollout_engine import Agent, RolloutPolicy, SamplingParams, exact
+from rollout_engine import Agent, RolloutPolicy, SamplingParams, exact, read_jsonl
 from rollout_engine.base.pictures import Picture
-from rollout_engine.batches.jsonl import read_jsonl
 from rollout_engine.rollouts.replay import replay
 from rollout_engine.testing import tiny_checkpoint
 from rollout_engine.testing.tiny_pictures import random_picture, tiny_vision_checkpoint

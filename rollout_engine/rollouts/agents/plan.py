@@ -35,8 +35,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
     """Parameters of every answer: they replace those that the agent asks for. The seed is set for each session."""
     seed: int
     """Root of all seeds."""
-    tasks: list[Any]
-    """One for each start."""
+    tasks: list[Any] | dict[int, Any]
+    """One for each start, by its number."""
     num_samples: int
     episode_timeout: float
     max_in_flight: int
@@ -118,7 +118,7 @@ def _tasks(given: Any, num_episodes: Any) -> list[Any]:
     if isinstance(given, str | bytes | Mapping):
         given = [given]
     try:
-        tasks = [plain(task) for task in given]
+        tasks = list(given)
     except TypeError:
         raise RequestError.for_field(
             "prompts", given, "the agent's tasks, one for each start: a list of rows"
@@ -127,12 +127,17 @@ def _tasks(given: Any, num_episodes: Any) -> list[Any]:
         raise RequestError.for_field("prompts", given, "at least one task")
     if number is not None and number != len(tasks):
         raise RequestError.for_field("num_episodes", number, f"{len(tasks)}, the number of tasks, or left out")
-    for index, task in enumerate(tasks):
-        try:
-            json.dumps(task, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as problem:
-            raise RequestError.for_field(f"prompts[{index}]", task, f"data that JSON can hold ({problem})") from None
-    return tasks
+    return [as_task(task, f"prompts[{index}]") for index, task in enumerate(tasks)]
+
+
+def as_task(given: Any, field: str) -> Any:
+    """A task as an agent gets it, without numpy's numbers. Raises `RequestError` for one that JSON cannot hold."""
+    task = plain(given)
+    try:
+        json.dumps(task, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise RequestError.for_field(field, task, f"data that JSON can hold ({problem})") from None
+    return task
 
 
 def _refuse_beside_agent(arguments: RolloutArguments) -> None:

@@ -39,11 +39,17 @@ class AgentRun:
     """
 
     def __init__(
-        self, plan: AgentPlan, open_gateway: Callable[..., AgentGateway], *, may_all_fail: bool = False
+        self,
+        plan: AgentPlan,
+        open_gateway: Callable[..., AgentGateway],
+        *,
+        may_all_fail: bool = False,
+        has_news: threading.Event | None = None,
     ) -> None:
         """`open_gateway` is `RolloutPolicy.gateway`, and called by the first `advance`.
 
         `may_all_fail`: only warn if every episode fails, as for those of a larger set that are played again.
+        `has_news`: set once there is something to do, of several runs; then `advance` does not wait. None: its own.
         """
         self._plan, self._open_gateway, self._may_all_fail = plan, open_gateway, may_all_fail
         self._gateway: AgentGateway | None = None
@@ -56,7 +62,8 @@ class AgentRun:
         self._deadlines: list[tuple[float, int]] = []
         self._failures: list[tuple[str, BaseException | None]] = []
         self._complete: list[AgentGroup] = []
-        self._has_news = threading.Event()
+        self._waits = has_news is None
+        self._has_news = threading.Event() if has_news is None else has_news
         seconds = plan.agent.timeout + (0.0 if plan.agent.function else _JUDGE_SECONDS)
         threads = min(plan.max_in_flight, plan.num_episodes)
         spec = EnvSpec(dict, name=plan.agent.name, num_workers=threads, step_timeout=seconds)
@@ -94,8 +101,9 @@ class AgentRun:
         Raises `EpisodeError` if every episode failed, with the first fault as its cause, unless `may_all_fail`.
         """
         self._start()
-        self._has_news.wait(_LOOK_SECONDS)
-        self._has_news.clear()
+        if self._waits:
+            self._has_news.wait(_LOOK_SECONDS)
+            self._has_news.clear()
         for key, result in self._calls.take():
             if key in self._running:
                 self._end(key, self._outcome(key, result))

@@ -51,6 +51,12 @@ class GroupOfEpisodes(msgspec.Struct, Generic[AnEpisode], frozen=True):
         return [sample for episode in self.episodes for sample in episode.samples]
 
     @property
+    def oldest_version(self) -> int | None:
+        """Lowest policy version among its tokens; None without any."""
+        spans = (span for sample in self.samples for span in sample.version_spans)
+        return min((span.policy_version for span in spans), default=None)
+
+    @property
     def total_rewards(self) -> list[float]:
         """Rewards of the episodes that did not fail."""
         return [each for episode in self.episodes if (each := episode.counted_reward) is not None]
