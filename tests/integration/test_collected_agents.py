@@ -145,6 +145,6 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_starts(policy, op
 
 
 def test_a_task_that_json_cannot_hold_is_named(policy):
-    with collect(policy, [{"words": [], "number": {1, 2}}]) as collector:
+    with collect(policy, [{"words": [], "number": object()}]) as collector:
         with pytest.raises(RequestError, match=r"dataset\[0\]"):
             next(collector)

@@ -76,7 +76,7 @@ def test_pictures_of_a_session_stand_in_its_rows_and_are_exact(gateway, trainer,
     assert [(row.began, row.parent_row, len(row.pictures)) for row in rows] == [
         ("start", -1, 2),
         ("rollback", 0, 2),
-        ("edited", 0, 1),
+        ("compacted", 1, 1),
     ]
     image_id = policy.frontend.client.info.pictures.image_token_id
     for row in rows:
@@ -152,7 +152,7 @@ def test_rows_over_http_name_pictures_by_digest_and_bring_each_once(gateway):
     [
         ([{"role": "user", "content": "See <|image_pad|>."}], "<|image_pad|>"),
         ([shown(1), shown(2), shown(3), shown(4)], "max_prompt_pictures"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "picture"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "data URL"),
     ],
 )
 def test_pictures_that_cannot_be_are_refused_and_leave_nothing(gateway, messages, said):
