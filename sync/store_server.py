@@ -110,9 +110,15 @@ def serve_store(directory: str | PathLike[str], *, key: str, host: str = "127.0.
         key: a secret of 16 characters or more, which `pull` is given too. It crosses the network as it is: use a
             network of your own, or a proxy with TLS in front.
         port: 0 is any free one; `StoreServer.url` has it.
+
+    Raises `SyncError` for a key that is too short, a directory that does not exist, and an address that cannot be had.
     """
     if not isinstance(key, str) or len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable():
         raise SyncError(f"key is not allowed: must be {_LEAST_KEY} printable characters of ASCII or more.")
+    if not Path(directory).is_dir():
+        what = f"{directory} is no directory, and has no store to serve"
+        advice = "Publish a version there first (sync.publish), or make it, if the server is to start before"
+        raise SyncError(f"{what}. {advice}.")
     return StoreServer(Path(directory), key, host, port)
 
 
