@@ -29,6 +29,7 @@ from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
 from rollout_engine.rollouts.agents.agent import as_agent
+from rollout_engine.rollouts.agents.plan import CollectOptions
 from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end, tell_once
 from rollout_engine.rollouts.collector import RolloutCollector, open_agent_collector, open_collector, staleness_control
 from rollout_engine.rollouts.distributions import DistributionMethods
@@ -249,7 +250,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         teacher_top_k: TopK = None,
         layout: Layout = "padded",
         journal: str | os.PathLike[str] | JournalOptions | None = None,
-        **options: Unpack[RolloutOptions],
+        **options: Unpack[CollectOptions],
     ) -> RolloutCollector:
         """Return an iterator over batches of finished groups, which keeps unfinished ones in flight between batches.
 
@@ -277,14 +278,13 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
                 `groups_per_batch`.
             on_group, log_to, teachers, teacher_top_k: as in `rollout`; rewards and teachers are awaited by `next`.
             journal: a directory that keeps the run: the same call continues it in another process (docs/durable.md).
-            options: `ChatOptions`; or `env="agent:COMMAND"` or `Agent(...)`, whose tasks the dataset has, and options
-                of agents (docs/agents.md). No other environments.
+            options: `ChatOptions`, or `CollectOptions` of agents, whose tasks the dataset has (docs/agents.md).
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
         the errors of `rollout`, except that groups cut short by an abort are started again.
         """
         agent = as_agent(options.get("env"))
         if agent is None:
-            check_for_prompts(self.collect, layout, options)
+            check_for_prompts(self.collect, layout, options)  # type: ignore[arg-type]  # keys are checked there
         self.frontend.ensure_loras(lora_request)
         given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)

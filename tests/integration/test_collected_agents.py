@@ -19,6 +19,13 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def kept(checkpoint):
+    """A policy whose weights no test replaces."""
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as made:
+        yield made
+
+
 @pytest.fixture
 def policy(checkpoint):
     before = threading.active_count()
@@ -58,10 +65,10 @@ def rows_of(*batches):
     return found
 
 
-def test_every_group_is_delivered_once_with_the_rows_of_a_rollout(policy):
+def test_every_group_is_delivered_once_with_the_rows_of_a_rollout(kept):
     options = {"num_samples": 2, "seed": 3, "use_tqdm": False}
-    expected = policy.rollout(TASKS, PARAMS, env=Agent(converse), **options)
-    with collect(policy, iter(TASKS), max_staleness=None, max_in_flight=2) as collector:
+    expected = kept.rollout(TASKS, PARAMS, env=Agent(converse), **options)
+    with collect(kept, iter(TASKS), max_staleness=None, max_in_flight=2) as collector:
         batches = list(collector)
     assert rows_of(*batches) == rows_of(expected) and len(batches) == 3
     assert collector.stats.num_delivered == 6 and not collector.stats.num_regenerated
@@ -101,27 +108,27 @@ def test_a_group_that_is_too_old_is_played_again_from_its_seeds(policy):
     assert all(batch["policy_version"].max() == 2 for batch in rest)
 
 
-def test_a_state_begins_groups_in_flight_anew_with_their_seeds(policy):
-    with collect(policy, max_staleness=None, max_in_flight=2) as whole:
+def test_a_state_begins_groups_in_flight_anew_with_their_seeds(kept):
+    with collect(kept, max_staleness=None, max_in_flight=2) as whole:
         expected = rows_of(*whole)
-    with collect(policy, max_staleness=None, max_in_flight=2) as first:
+    with collect(kept, max_staleness=None, max_in_flight=2) as first:
         seen, state = rows_of(next(first)), first.state_dict()
-    with collect(policy, max_staleness=None, max_in_flight=2) as second:
+    with collect(kept, max_staleness=None, max_in_flight=2) as second:
         second.load_state_dict(state)
         assert rows_of(*second) | seen == expected
-    with collect(policy, seed=4) as other, pytest.raises(RequestError, match="seed was 3 and is 4"):
+    with collect(kept, seed=4) as other, pytest.raises(RequestError, match="seed was 3 and is 4"):
         other.load_state_dict(state)
 
 
-def test_agents_that_all_fail_are_an_error_and_some_are_not(policy):
+def test_agents_that_all_fail_are_an_error_and_some_are_not(kept):
     def fails(session, task):
         if task["number"] != 5:
             raise OSError("no such tool")
         return converse(session, task)
 
-    with collect(policy, agent=fails) as collector, pytest.raises(EpisodeError, match="last 2 groups.*no such tool"):
+    with collect(kept, agent=fails) as collector, pytest.raises(EpisodeError, match="last 2 groups.*no such tool"):
         next(collector)
-    with collect(policy, TASKS[4:], fails) as collector:
+    with collect(kept, TASKS[4:], fails) as collector:
         batch = next(collector)
     assert [each is None for each in batch["error"]].count(True) == 2
 
@@ -139,12 +146,12 @@ def test_agents_that_all_fail_are_an_error_and_some_are_not(policy):
         ({"layout": "square"}, "layout"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_before_anything_starts(policy, options, said):
+def test_arguments_that_do_not_fit_are_refused_before_anything_starts(kept, options, said):
     with pytest.raises((RequestError, ConfigError), match=said):
-        collect(policy, **options)
+        collect(kept, **options)
 
 
-def test_a_task_that_json_cannot_hold_is_named(policy):
-    with collect(policy, [{"words": [], "number": object()}]) as collector:
+def test_a_task_that_json_cannot_hold_is_named(kept):
+    with collect(kept, [{"words": [], "number": object()}]) as collector:
         with pytest.raises(RequestError, match=r"dataset\[0\]"):
             next(collector)

@@ -15,6 +15,7 @@ from rollout_engine.rollouts.agents.agent import Agent
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed, pins_version
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.sessions.forced_params import forced_params
+from rollout_engine.text.conversations import ChatOptions
 
 _MAX_COUNT = 1_000_000
 _MAX_IN_FLIGHT = 64
@@ -25,6 +26,17 @@ _OPTIONS = (
     "pin_version",
 )
 """Those of `EpisodeOptions` that agents have."""
+
+
+class CollectOptions(ChatOptions, total=False):
+    """Options of `RolloutPolicy.collect` in addition to its own arguments; those of agents are as in rollouts."""
+
+    env: Any
+    """ "agent:COMMAND" or an `Agent`, whose tasks the dataset has. No other environments."""
+    max_turns: int
+    max_episode_tokens: int | None
+    episode_timeout: float | None
+    pin_version: bool
 
 
 class AgentPlan(msgspec.Struct, frozen=True):

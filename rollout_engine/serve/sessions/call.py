@@ -13,9 +13,10 @@ from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.sessions.known_responses import KnownResponses
+from rollout_engine.sessions.place import Place
 from rollout_engine.sessions.prompts import PromptCache
 from rollout_engine.sessions.samples import join_parts
-from rollout_engine.sessions.session import Place, Session
+from rollout_engine.sessions.session import Session
 from rollout_engine.text.tokenizer import TextCodec
 
 _NOT_FORCED = frozenset(("n", "output_kind", "detokenize", "truncate_prompt_tokens", "prompt_logprobs"))

@@ -128,6 +128,7 @@ def kill(policy):
     asyncio.run(all_serve(engine))
 
 
+@pytest.mark.slow  # the verbs have their own tests over a fleet, and sessions theirs over one engine
 @pytest.mark.parametrize("event", [keep, nap, kill])
 def test_an_event_that_changes_no_weights_changes_no_row(policy, talks, expected, event):
     talk = talks()
@@ -136,6 +137,7 @@ def test_an_event_that_changes_no_weights_changes_no_row(policy, talks, expected
     assert talk.end() == expected
 
 
+@pytest.mark.slow
 def test_an_abort_leaves_what_there_is_and_the_agents_go_on_behind_it(policy, talks, gateway):
     talk = talks()
     talk.wait_for(1)
@@ -148,6 +150,7 @@ def test_an_abort_leaves_what_there_is_and_the_agents_go_on_behind_it(policy, ta
     assert "abort" in reasons and len(reasons) <= NUM_SESSIONS * NUM_TURNS
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_replaced_and_removed_stands_in_the_rows(policy, talks):
     policy.add_lora(random_adapter(tiny_model(), "a", seed=1))
     talk = talks(model="a")
@@ -162,6 +165,7 @@ def test_an_adapter_that_is_replaced_and_removed_stands_in_the_rows(policy, talk
     assert {name for session in later.sessions for row in session.rows() for name in row.adapters} == {None}
 
 
+@pytest.mark.slow
 def test_an_update_in_flight_shows_in_the_versions_of_the_rows(policy, talks, gateway):
     before = policy.policy_version
     talk = talks()
