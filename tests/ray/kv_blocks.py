@@ -85,8 +85,8 @@ def the_index_is_made_again_when_the_engine_that_made_it_is_killed(config):
 def an_engine_keeps_its_own_bound(config):
     small_cluster()
     mine = connect(max_bytes=3 * 4300)
-    save(mine, *range(5))
-    assert fetch(mine, *range(5)) == [2, 3, 4]
+    save(mine, *range(20, 25))
+    assert fetch(mine, *range(20, 25)) == [22, 23, 24]
     stats = mine.stats()
     assert stats.num_evicted == 2 and stats.num_bytes <= stats.max_bytes
     mine.close()

@@ -6,7 +6,8 @@
 
 Keys and names are plain bytes and text. The bytes of blocks never pass the actor: references are to arrays of uint8 in
 Ray's object store, which belong to the engine that has put them and end with it. The actor ends with the engine that
-made it; another one then makes a new actor, and each adds its blocks again.
+made it; another one then makes a new actor, and each adds its blocks again. Blocks of an engine that was killed stay
+listed until a fetch asks for them, is a miss, and has them removed.
 """
 
 from collections.abc import Callable, Sequence
