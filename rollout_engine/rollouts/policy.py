@@ -284,7 +284,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         """
         agent = as_agent(options.get("env"))
         if agent is None:
-            check_for_prompts(self.collect, layout, options)  # type: ignore[arg-type]  # keys are checked there
+            check_for_prompts(self.collect, layout, options)
         self.frontend.ensure_loras(lora_request)
         given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
         columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
