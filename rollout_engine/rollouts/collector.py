@@ -339,12 +339,10 @@ def open_agent_collector(
     arguments: RolloutArguments,
     control: StalenessControl,
     listeners: GroupListeners,
-    agent: Agent,
-    gateway: Callable[..., AgentGateway],
-    *,
-    groups_per_batch: int,
     journal: Any,
     teachers: TeacherColumns | None,
+    agent: Agent,
+    gateway: Callable[..., AgentGateway],
 ) -> RolloutCollector:
     """Make a collector over an agent's tasks, `arguments.prompts`; `gateway` is `RolloutPolicy.gateway`.
 
@@ -360,7 +358,7 @@ def open_agent_collector(
     options = {name: value for name, value in arguments.options.items() if name != "env"} | {"env": agent.name}
     shown = msgspec.structs.replace(arguments, seed=plan.seed, sampling_params=plan.params, options=options)
     groups, _ = open_group_journal(frontend, shown, None)
-    agents = AgentGroups(plan, gateway, most_failed=groups_per_batch)
+    agents = AgentGroups(plan, gateway, most_failed=control.groups_per_batch)
     tasks = agent_tasks(arguments.prompts, plan)
     return RolloutCollector(frontend, batcher, arguments, tasks, control, listeners, groups, teachers, agents)
 
