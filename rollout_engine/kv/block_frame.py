@@ -63,4 +63,4 @@ def open_frame(frame: memoryview, namespace: bytes, key: bytes) -> memoryview:
 
 
 def _digest(data: memoryview | bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+    return xxhash.xxh3_128(data).digest()  # unlike the function of one call it lets other threads run

@@ -51,7 +51,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class KVConnectorStats(msgspec.Struct, kw_only=True):
-    """Counters of a connector since it was made, and the blocks that it holds now. "Blocks" include snapshots of states."""
+    """Counters of a connector since it was made, and the blocks that it holds now. Snapshots of states count too."""
 
     num_blocks: int = 0
     """Blocks held now, as far as this process can count them without looking at the whole store."""

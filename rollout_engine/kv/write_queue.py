@@ -114,7 +114,7 @@ class WriteQueue:
             return self._changed.wait_for(lambda: not self._jobs, seconds)
 
     def close(self) -> bool:
-        """Take nothing more, carry out all that waits, and end the thread; False if it has not ended within ten seconds."""
+        """Take nothing more, carry out all that waits, and end the thread; False if it lives on after ten seconds."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
