@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
     made = {}
 
     def make(architecture="qwen3", dtype=torch.float32, **sizes):
-        key = (architecture, dtype, *sizes)
+        key = (architecture, dtype, *sizes.items())
         if key not in made:
             sizes = ({} if architecture == "qwen3" else ALL_SIZES[architecture]) | sizes
             made[key] = tiny_checkpoint(tmp_path_factory.mktemp(architecture), architecture, dtype=dtype, **sizes)
@@ -270,3 +270,24 @@ def test_hints_and_resets(checkpoint):
         assert "rollout_engine_kv_connector_blocks" in text and "rollout_engine_kv_loaded_total" in text
     with LLM(checkpoint(), log_stats=False) as llm, pytest.raises(RequestError, match="kv_hint"):
         generate(llm, params=PARAMS.clone(kv_hint="prefetch"))
+
+
+def digest_of(llm):
+    return llm.llm_engine.frontend.client.driver.executor.live_digest
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_equal_weights_have_one_digest_however_they_arrived(checkpoint, tied):
+    first, second = (checkpoint(tie_word_embeddings=tied, std=std) for std in (0.2, 0.1))
+    with engine(second, "host") as loaded, engine(first, "host") as updated:
+        assert digest_of(loaded) != digest_of(updated)
+        updated.update_weights(second)
+        assert digest_of(updated) == digest_of(loaded)
+        updated.update_weights(first)
+        updated.update_weights(tiny_model(tie_word_embeddings=tied, std=0.1))
+        assert digest_of(updated) == digest_of(loaded)
+        updated.sleep(2)
+        assert digest_of(updated) is None
+        updated.wake_up()
+        updated.update_weights(second, staging="inplace")
+        assert digest_of(updated) == digest_of(loaded)
