@@ -1,4 +1,4 @@
-"""Approximate memory of sessions: each one counts what it keeps, in a sum that all of them share."""
+"""Approximate memory of sessions: each one counts its own, in a sum that all of them share."""
 
 import threading
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Memory:
         return max(1, self.most // divisor)
 
     @classmethod
-    def unbounded(cls) -> Self:
+    def make_endless(cls) -> Self:
         """A memory that never is full, for a holder of its own."""
         return cls(1 << 62)
 
