@@ -18,6 +18,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import PathLike
 from pathlib import Path
@@ -73,7 +74,8 @@ class StoreServer(AbstractContextManager["StoreServer"]):
             raise SyncError(f"{directory} cannot be served at {host}:{port}: {problem.strerror}.") from None
         self.url = f"http://{host}:{self._server.server_port}"
         """Address for `pull`."""
-        self._thread = threading.Thread(target=self._server.serve_forever, name="store-server", daemon=True)
+        serve = partial(self._server.serve_forever, poll_interval=0.05)  # seconds that `close` may wait
+        self._thread = threading.Thread(target=serve, name="store-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

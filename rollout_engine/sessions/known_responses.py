@@ -18,7 +18,7 @@ class KnownResponses:
     ) -> None:
         """`most_bytes`: of the messages that responses have added. `memory`: counts them; None: it does not matter."""
         self._most, self._most_bytes, self._num_bytes = most, most_bytes, 0
-        self._memory = Memory.make_endless() if memory is None else memory
+        self._memory = Memory.without_bound() if memory is None else memory
         self._known: dict[str, tuple[list[Any], int]] = {}
 
     def __len__(self) -> int:

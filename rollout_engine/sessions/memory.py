@@ -73,7 +73,7 @@ class Memory:
         return max(1, self.most // divisor)
 
     @classmethod
-    def make_endless(cls) -> Self:
+    def without_bound(cls) -> Self:
         """A memory that never is full, for a holder of its own."""
         return cls(1 << 62)
 

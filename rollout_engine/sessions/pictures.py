@@ -29,7 +29,7 @@ class SessionPictures:
             return list(messages), [[] for _ in messages]
         shown, found = [], []
         for index, message in enumerate(messages):
-            read = [self._find(image, f"messages[{index}]") for _, image in images_of([message])]
+            read = [self._keep_once(image, f"messages[{index}]") for _, image in images_of([message])]
             shown.append(_with_pictures(message, read) if read else message)
             found.append(read)
         return shown, found
@@ -50,7 +50,7 @@ class SessionPictures:
         """Forget all."""
         self._kept.clear()
 
-    def _find(self, image: Any, field: str) -> ReadPicture:
+    def _keep_once(self, image: Any, field: str) -> ReadPicture:
         if not isinstance(image, ReadPicture):
             hint = "Give it as a data URL, or as a URL of a host in --allow-media."
             raise RequestError.for_field(field, describe_image(image), "a picture with its image", hint)

@@ -124,7 +124,7 @@ class Retries:
     def __init__(self, seconds: float, memory: Memory | None = None) -> None:
         """`seconds`: how long an answer is kept after its end. `memory`: the session's; None: it does not matter."""
         self._seconds = seconds
-        self._memory = Memory.make_endless() if memory is None else memory
+        self._memory = Memory.without_bound() if memory is None else memory
         self._answers: dict[Key, Answer] = {}
         self._running: set[Answer] = set()
         """Answers that have not ended, also those that no copy gets any more."""
