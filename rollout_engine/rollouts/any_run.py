@@ -9,7 +9,7 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.batches.rollout_batch import Layout, check_layout
 from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.rollouts.agents.agent import Agent, as_agent
+from rollout_engine.rollouts.agents.agent import as_agent
 from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
 from rollout_engine.rollouts.agents.plan import AgentPlan, CollectOptions
 from rollout_engine.rollouts.agents.run import AgentRun
@@ -64,18 +64,13 @@ def begin_run(
     return RolloutRun(frontend, tasks, arguments.reward_fn, loop, reward_weights=weights)
 
 
-def check_collected(verb: Callable[..., Any], layout: Layout, options: CollectOptions) -> Agent | None:
-    """Check arguments of a verb that plays no environments but agents. Returns the agent; None for prompts.
-
-    Raises `RequestError` for arguments that it does not take.
-    """
+def check_for_collect(verb: Callable[..., Any], layout: Layout, options: CollectOptions) -> None:
+    """Raise `RequestError` for these arguments if a verb that plays no environments but agents does not take them."""
     check_layout(layout)
-    agent = as_agent(options.get("env"))
-    if agent is None:
-        chat: Any = options
-        refuse_environments(verb.__name__, chat)
-        check_chat_arguments(chat, verb)
-    return agent
+    if as_agent(options.get("env")) is not None:  # their plan checks the others
+        return
+    refuse_environments(verb.__name__, options)
+    check_chat_arguments(options, verb)
 
 
 def run_to_end(run: AnyRun, tell: Callable[[Any], None], *, shown: bool) -> list[Any]:

@@ -15,7 +15,7 @@ from rollout_engine.base.sampling_params import as_sampling_params
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
-from rollout_engine.rollouts.agents.agent import Agent
+from rollout_engine.rollouts.agents.agent import Agent, as_agent
 from rollout_engine.rollouts.agents.collecting import AgentGroups, agent_tasks, collecting_plan
 from rollout_engine.rollouts.agents.episode import AgentGroup
 from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
@@ -316,11 +316,17 @@ def open_collector(
     listeners: GroupListeners,
     journal: Any,
     teachers: TeacherColumns | None,
+    gateway: Callable[..., AgentGateway],
 ) -> RolloutCollector:
-    """Make a collector over a dataset, `arguments.prompts`. `journal`: that of `RolloutPolicy.collect`.
+    """Make a collector over a dataset, `arguments.prompts`, or over the tasks of an agent.
 
-    Raises `RequestError` for arguments that do not fit, and for a journal that cannot be used or holds another run.
+    `journal`: that of `RolloutPolicy.collect`; `gateway`: `RolloutPolicy.gateway`. Raises `RequestError` for arguments
+    that do not fit, and for a journal that cannot be used or holds another run.
     """
+    agent = as_agent(arguments.options.get("env"))
+    if agent is not None:
+        _refuse_journal(journal)
+        return _open_agent_collector(frontend, batcher, arguments, control, listeners, teachers, agent, gateway)
     if teachers is not None:
         teachers.check([as_sampling_params(arguments.sampling_params)], None)
     row_tasks(arguments)  # checks them before the journal is opened
@@ -333,24 +339,16 @@ def open_collector(
         raise
 
 
-def open_agent_collector(
+def _open_agent_collector(
     frontend: Frontend,
     batcher: GroupBatcher,
     arguments: RolloutArguments,
     control: StalenessControl,
     listeners: GroupListeners,
-    journal: Any,
     teachers: TeacherColumns | None,
     agent: Agent,
     gateway: Callable[..., AgentGateway],
 ) -> RolloutCollector:
-    """Make a collector over an agent's tasks, `arguments.prompts`; `gateway` is `RolloutPolicy.gateway`.
-
-    Raises `RequestError` for arguments that do not fit, a journal among them: a program cannot be continued.
-    """
-    if journal is not None:
-        hint = "A program cannot be continued in its middle: collector.state_dict() begins groups in flight anew."
-        raise RequestError.for_field("journal", journal, "absent with env=Agent(...)", hint)
     plan = collecting_plan(frontend, arguments, agent)
     if teachers is not None:
         teachers.refuse_prompts("Agents have prompts of their own.")
@@ -361,6 +359,12 @@ def open_agent_collector(
     agents = AgentGroups(plan, gateway, most_failed=control.groups_per_batch)
     tasks = agent_tasks(arguments.prompts, plan)
     return RolloutCollector(frontend, batcher, arguments, tasks, control, listeners, groups, teachers, agents)
+
+
+def _refuse_journal(journal: Any) -> None:
+    if journal is not None:
+        hint = "A program cannot be continued in its middle: collector.state_dict() begins groups in flight anew."
+        raise RequestError.for_field("journal", journal, "absent with env=Agent(...)", hint)
 
 
 def staleness_control(groups_per_batch: Any, max_staleness: Any, max_in_flight: Any) -> StalenessControl:

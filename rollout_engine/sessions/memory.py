@@ -1,4 +1,4 @@
-"""Approximate memory of sessions: each one counts the bytes that it keeps, in a sum that all of them share."""
+"""Approximate memory of sessions: each one counts its own, in a sum that all of them share."""
 
 import threading
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 Equal are: text given as one part and as a string, arguments of calls with other key order, spacing or a 1.0 for a 1,
 other ids of tool calls that are renamed consistently, null or empty fields and absent ones. Text is compared to the
-letter, pictures by their tensors for the model. Of an assistant's message only text, thinking and calls are compared:
-clients add fields of their own.
+letter, pictures by the arrays that the model gets. Of an assistant's message only text, thinking and calls are
+compared: clients add fields of their own.
 """
 
 import hashlib

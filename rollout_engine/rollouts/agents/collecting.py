@@ -42,7 +42,7 @@ class AgentGroups:
         """The first fault of each group that failed wholly, since one did not."""
         self._has_news = threading.Event()
         self.aborted: list[GroupTask] = []
-        """Groups that an abort of the engine cut short: none, since agents continue behind answers that were cut."""
+        """Groups that an abort of the engine cut short: none, since agents continue behind such an answer."""
 
     def start(self, task: GroupTask, begun: Sequence[CompletionOutput] = ()) -> GroupTask:
         """Begin with one more group. Returns its task with its seed."""

@@ -118,7 +118,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     def of(cls, frontend: Frontend, arguments: RolloutArguments) -> "EpisodePlan":
         """Check the arguments of `RolloutPolicy.rollout(env=...)`. Raises `RequestError` if one does not fit."""
         chat, options = _divide_options(arguments.options)
-        spec = _spec(options["env"])  # an unknown name first: the other arguments may fit the name that was meant
+        spec = _spec(options["env"])  # an unknown name first: the others may fit the right one
         _refuse_beside_env(arguments)
         arguments = arguments.normalize()
         params = arguments.sampling_params
