@@ -64,3 +64,15 @@ def test_states_and_blocks_move_apart(pool):  # noqa: F811
     transfer.load([KVLoad(0, memoryview(saved[b"state"]), is_state=True), KVLoad(3, memoryview(saved[b"block"]))])
     assert states[0].tolist() == [6, 7, 8] and held(pool)[3] == 1
     assert transfer.state_bytes == 6
+
+
+def test_a_device_without_memory_for_a_copy_saves_nothing_and_goes_on(pool, monkeypatch, caplog):  # noqa: F811
+    saved = []
+    transfer = KVTransfer(pool, lambda key, data: saved.append(key))
+
+    def read(part):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(transfer, "_read", read)
+    transfer.begin_saves([KVSave(5, b"five")])()
+    assert saved == [] and "not at all: the device has no memory" in caplog.text
