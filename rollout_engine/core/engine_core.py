@@ -170,17 +170,17 @@ class EngineCore:
 
     @recorded_entry
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
-        """Release the memory of KV and weights (level 2: forget the weights); `mode` and result as in `pause`.
+        """Release the memory of KV and weights (2: forget these; 0: release none); `mode` and result as in `pause`.
 
         With mode "wait" the engine falls asleep once no request is in flight. Requests kept over a sleep compute their
-        KV again afterwards.
+        KV again afterwards, unless it kept all memory.
         """
         self.lifecycle.sleep(level, mode, in_flight=self.num_in_flight > 0)
         return self._stop(mode)
 
     @recorded_entry
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update.
+        """Take memory back: "weights", "kv_cache", or all; "scheduling" ends level 0. Level 2 waits for an update.
 
         If there is no room for the weights, the executor's error is raised and everything stays asleep.
         """

@@ -17,6 +17,7 @@ from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.execution.worker import Worker
 from rollout_engine.model.backend import Backend
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.weights.held_weights import HeldWeights
@@ -62,10 +63,11 @@ class LeadingWorker(Worker):
         what = _not_with_ranks("apply_model", self._team.num_ranks)
         raise LifecycleError(f"{what} A function cannot be sent to another process: use a worker extension.")
 
-    def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
+    def _write_shards(self, directory: Path, files: ShardFiles) -> list[list[TensorSpec]]:
         num_ranks, live = self._team.num_ranks, self.live_weights()
-        own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live)
-        return msgspec.convert(self._team.ask("write_shard", own, directory=str(directory)), list[list[TensorSpec]])
+        own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live, files)
+        found = self._team.ask("write_shard", own, directory=str(directory), **files._asdict())
+        return msgspec.convert(found, list[list[TensorSpec]])
 
     def reset_encoder_cache(self) -> None:
         self._team.ask("reset_encoder_cache", super().reset_encoder_cache)

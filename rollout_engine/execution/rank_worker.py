@@ -39,6 +39,7 @@ from rollout_engine.model.adapters.pool import AdapterPool, Pairs
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Seat
@@ -220,10 +221,10 @@ class RankWorker:
         self._weights.restore()
 
     @_called
-    def write_shard(self, directory: str) -> list[TensorSpec]:
-        """Write the live weights to this rank's file in a directory. Returns their specs."""
+    def write_shard(self, directory: str, pattern: str, max_bytes: int) -> list[TensorSpec]:
+        """Write the live weights to this rank's files in a directory, as `ShardFiles`. Returns their specs."""
         forms, live = self._weights.updater.metadata(), self.live_weights()
-        return write_shard(Path(directory), self.rank, self._num_ranks, forms, live)
+        return write_shard(Path(directory), self.rank, self._num_ranks, forms, live, ShardFiles(pattern, max_bytes))
 
     @_called
     def prepare_adapter(self, number: int, linears: bytes, gone: list[int]) -> None:

@@ -27,6 +27,7 @@ from rollout_engine.model.backend import Backend
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import save_state, write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.ranks.seat import Seat
@@ -144,20 +145,21 @@ class Worker:
         found = {index: scores for piece in pieces for index, scores in piece.items()}
         return [found[i].logprobs for i in range(len(sequences))]
 
-    def save_sharded_state(self, path: Path) -> None:
+    def save_sharded_state(self, path: Path, files: ShardFiles) -> None:
         """Write the live weights to a directory, as `load_format="sharded"` reads them. Raises as `save_state`."""
         save_state(
             path,
             self._files,
             self.info.dtype,
             self.updater.version,
-            self._write_shards,
+            partial(self._write_shards, files=files),
             has_columns=self._has_columns,
+            shard_files=files,
         )
 
-    def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
-        """Have every rank write its weights to a file in `directory`; returns the specs written by each, in order."""
-        return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
+    def _write_shards(self, directory: Path, files: ShardFiles) -> list[list[TensorSpec]]:
+        """Have every rank write its weights to files in `directory`; returns the specs written by each, in order."""
+        return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"), files)]
 
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs. No step may be running on the host."""
