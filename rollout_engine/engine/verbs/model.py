@@ -300,7 +300,8 @@ def save_sharded_state(
     `pattern`: the names of files, with {rank} in it, and {part} if there may be several; None: our own names.
 
     The directory is complete when this returns, and nothing is left there after an error. Raises `RequestError`
-    if it cannot be written or is not empty, or for such a pattern or size; `LifecycleError` and `DirtyWeightsError` if there are no weights to
+    if it cannot be written or is not empty, or for a pattern or size that
+    is not possible; `LifecycleError` and `DirtyWeightsError` if there are no weights to
     read.
     """
     _require_whole_weights(driver, "save_sharded_state")

@@ -234,13 +234,14 @@ def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
 
 def _check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool) -> None:
     """Raise `ConfigError` if products of some columns may have other bits than products of all."""
-    size = cut.seat.num_ranks
+    size, group = cut.seat.num_ranks, cut.group
     if not is_deterministic:
+        option = f"tensor_parallel_size={size}" if group is None else f"data_parallel_size={group.size}"
         raise ConfigError(
-            f"tensor_parallel_size={size} needs deterministic products, whose columns do not depend on one another, "
+            f"{option} needs deterministic products, whose rows and columns do not depend on one another, "
             "and the model's are not (deterministic=False, or a part of it that was not replaced). Leave it out."
         )
-    if any(group.plan.kernel != linear.OWN for group in linear_groups(module)):
+    if group is None and any(group.plan.kernel != linear.OWN for group in linear_groups(module)):
         raise ConfigError(
             f"tensor_parallel_size={size} needs products by our own C++ kernel, and on this CPU another library "
             "multiplies. Leave it out."

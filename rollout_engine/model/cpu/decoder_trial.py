@@ -43,6 +43,8 @@ def unsupported_reason(
 
 
 def _unsupported_reason(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
+    if cut is not None and cut.group is not None:
+        return "its experts are divided over engines"
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
     if keeps_states(geometry) and cut is not None:
