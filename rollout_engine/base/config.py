@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollout_engine.base.class_names import name_of
+from rollout_engine.base.data_parallel import check_data_parallel
 from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.base.outputs import Quantization
 from rollout_engine.base.peer_options import ENGINE_PEERS
@@ -250,6 +251,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     version. `rollout-engine replay --explain` reads it. None: nothing is written, and nothing is slower."""
     step_trace_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=2**50)] = 64 << 20
     """Most bytes of an engine's trace; the oldest steps are forgotten."""
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Engines, each with requests of its own, that divide the experts of a mixture: a token goes to the engines that
+    have its experts, and back. Tokens and log-probs are those of one engine, to the bit. Processes of one machine, on
+    CPUs. A model without experts is whole in each. See docs/fleet.md."""
 
     @property
     def tokens_per_block(self) -> int:
@@ -302,6 +307,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         self._check_ranks()
+        check_data_parallel(self)
         if self.chat_template is not None and self.skip_tokenizer_init:
             raise ConfigError(
                 "chat_template and skip_tokenizer_init=True are both set: without a tokenizer no conversation is "

@@ -20,6 +20,7 @@ from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
 from rollout_engine.model.adapters.pool import Adapters
 from rollout_engine.model.loading.shard_files import ShardFiles
+from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core
 
@@ -29,6 +30,9 @@ class InlineExecutor:
 
     With `async_scheduling` steps run on a thread of their own; all other calls wait until it is idle.
     """
+
+    group: ExpertGroup | None = None
+    """The group whose engines compute every step together, because they divide the experts; None: there is none."""
 
     def __init__(self, worker: Worker, *, async_scheduling: bool = False, profiler: Profiler | None = None) -> None:
         self._worker: Worker | None = worker
@@ -47,6 +51,9 @@ class InlineExecutor:
 
     def watch(self, on_death: Callable[[str], object]) -> None:
         """Call `on_death` when another process that the model needs ends: there is none."""
+
+    def leave_group(self) -> None:
+        """Leave the group in order, before this process ends: there is none."""
 
     @property
     def worker(self) -> Worker:

@@ -9,10 +9,11 @@ import torch
 
 from rollout_engine.base.class_names import function_name
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.errors import RPCError
+from rollout_engine.base.errors import ConfigError, RPCError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.group_executor import GroupExecutor, GroupSettings
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.rank_launcher import LocalLauncher, RankLauncher
@@ -31,8 +32,18 @@ _OF_ALL = (ScoreExtension, WeightSyncExtension)
 """Extensions whose methods rank 0 carries out for all ranks, which take part in them."""
 
 
-def make_executor(config: EngineConfig) -> InlineExecutor:
-    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` if it cannot be."""
+def make_executor(config: EngineConfig, group: GroupSettings | None = None) -> InlineExecutor:
+    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` if it cannot be.
+
+    `group`: the engine's place among `data_parallel_size`, which a fleet gives.
+    """
+    if group is not None:
+        return GroupExecutor.from_settings(config, group)
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size}: one engine alone has no others to divide experts with. "
+            "Start the group as a whole: LLM, LLMEngine, AsyncLLM, RolloutService and `rollout-engine serve` do."
+        )
     if config.tensor_parallel_size == 1:
         return InlineExecutor.from_config(config)
     return ProcessExecutor.from_config(config)

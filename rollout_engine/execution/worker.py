@@ -51,7 +51,7 @@ class Worker:
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         draft = load_draft(config, device)
-        loaded = load_model(config, device.torch_device, seat)
+        loaded = self._load(config, device.torch_device, seat)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self.grammars = GrammarCompiler(partial(_vocabulary, config, loaded.vocab_size, tuple(loaded.eos_token_ids)))
         backend = device.backend(config, loaded, processors, self.grammars)
@@ -92,6 +92,9 @@ class Worker:
         self.vocab_size, self.max_model_len = self.info.vocab_size, self.info.max_model_len
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(table, self)
+
+    def _load(self, config: EngineConfig, device: torch.device, seat: Seat | None) -> LoadedModel:
+        return load_model(config, device, seat)
 
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
         return ResidentWeights(loaded, backend, device)

@@ -24,6 +24,7 @@ from rollout_engine.children.failure import Failure
 from rollout_engine.children.guard import GUARD
 from rollout_engine.children.process import environment_with_package, start_module
 from rollout_engine.cluster.ray_cluster import variables_of_children
+from rollout_engine.execution.group_executor import GroupSettings
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.lifeline import MAX_LIFELINE_BYTES, CoreSettings
@@ -65,10 +66,12 @@ class CoreProcess(Child):
         max_backlog_bytes: int,
         listen: str = "",
         keys: Keys | None = None,
+        group: GroupSettings | None = None,
     ) -> None:
         """Start the process; it loads the model while the caller continues. Raises `ConfigError`.
 
         `listen`: a TCP address at which the core also takes clients with these `keys`; `Ready.address` has its port.
+        `group`: the engine's place in its group, whose memory the process inherits.
         """
         require_keys(listen, keys, "listen")
         _refuse_cores_of_cores()
@@ -90,11 +93,15 @@ class CoreProcess(Child):
             import_path=import_path(),
             listen=listen,
             keys=keys,
+            group=group,
         )
+        shared = [] if group is None or group.descriptor < 0 else [group.descriptor]
         locked = lock_directory(self.directory)
         GUARD.add_path(self.directory, f"{SHARED_MEMORY}/{os.path.basename(self.directory)}-")
         try:
-            super().__init__(lambda ends: _start(ends[0], locked, self.directory), max_bytes=MAX_LIFELINE_BYTES)
+            super().__init__(
+                lambda ends: _start([ends[0], locked, *shared], self.directory), max_bytes=MAX_LIFELINE_BYTES
+            )
         except BaseException:
             self._remove_files()
             raise
@@ -154,9 +161,9 @@ class CoreProcess(Child):
         GUARD.drop_path(self.directory)
 
 
-def _start(lifeline: int, locked: int, directory: str) -> "subprocess.Popen[bytes]":
-    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file."""
-    return start_module(CORE_MODULE, [directory], descriptors=[lifeline, locked], environment=_environment())
+def _start(descriptors: list[int], directory: str) -> "subprocess.Popen[bytes]":
+    """Start a core's process, which inherits its end of the lifeline, the locked file, and a group's memory."""
+    return start_module(CORE_MODULE, [directory], descriptors=descriptors, environment=_environment())
 
 
 def _refuse_cores_of_cores() -> None:

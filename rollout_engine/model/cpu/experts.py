@@ -119,7 +119,7 @@ class RowInvariantExperts(nn.Module):
         return torch.cat(self._outputs_by_expert(rows.split(list(counts))))
 
     def _outputs_of_group(self, divided: DividedExperts, rows: Tensor, index: Tensor) -> Tensor:
-        """Unweighted outputs [T, k, H] of `rows` [T, H] and their experts [T, k], which the engines compute together."""
+        """Unweighted outputs [T, k, H] for `rows` [T, H] of their experts [T, k], computed by all engines together."""
         found = divided.outputs(rows, index).view(*index.shape, rows.shape[1])
         if self._form.has_identities:  # the last experts return their input
             found = rows[:, None].where(index[..., None] >= divided.share.whole, found)

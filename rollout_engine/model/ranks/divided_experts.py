@@ -64,11 +64,11 @@ class DividedExperts:
         num_chosen = parts[0].experts.shape[1]
         rows = torch.cat([part.rows for part in parts])[own // num_chosen]
         counts = torch.bincount(flat[own] - self.share.first, minlength=self.share.size).tolist()
-        found = self._module.own_outputs(rows, counts)
-        start = 0
+        found = self._module.own_outputs(rows, counts).contiguous().view(torch.uint8).numpy()
+        places, start = own.numpy(), 0
         for part in parts:
-            here = (own >= start) & (own < start + len(part.outputs))
-            part.outputs[own[here] - start] = found[here]
+            here = (places >= start) & (places < start + len(part.outputs))
+            part.outputs.view(torch.uint8).numpy()[places[here] - start] = found[here]
             start += len(part.outputs)
 
 

@@ -59,7 +59,7 @@ class ExpertGroup:
         self.waves = Waves(memory.numbers, rank, memory.exclusive)
         self.layers: list[RoundLayer] = []
         """Mixture layers in the order in which a forward computes them."""
-        self._key = 0
+        self._key, self._serves = 0, False
         self._round = self._next = 0
         """Number of the round in progress, 0 if none is, and its next layer."""
         self._turn = threading.Lock()
@@ -84,7 +84,7 @@ class ExpertGroup:
 
     def serve(self, key: int) -> None:
         """Take part in rounds from now on. `key`: a number for the live weights, the same in engines that have them."""
-        self._key = key
+        self._key, self._serves = key, True
         self.waves.open(key)
         start_thread(self._serve, name="expert-rounds")
 
@@ -123,15 +123,21 @@ class ExpertGroup:
     def take_part(self, layer: int, rows: Tensor, experts: Tensor) -> Tensor:
         """The outputs [T * k, H] of `experts` int64 [T, k] for `rows` [T, H], at a mixture layer of a forward.
 
-        Raises `LifecycleError` outside of a step, and `BrokenTurnsError` if another engine has ended.
+        Raises `LifecycleError` outside of a step, and `BrokenTurnsError` if another engine has ended. Before `serve`,
+        in trials of the rows of a forward, this engine computes alone, and the outputs of other engines' experts are 0.
         """
+        if not self._serves:
+            outputs = rows.new_zeros(experts.numel(), rows.shape[1])
+            self.layers[layer].compute([Part(rows, experts, outputs)])
+            return outputs
         if not self._in_step:
             what = f"the experts are divided over {self.size} engines, which compute together, step by step"
             raise LifecycleError(f"A forward outside of a step is not possible with data_parallel_size: {what}.")
         if layer == 0:
             self._finish()
             self._round = self.waves.begin_round()
-            self._memory.phases.announce(_BEGUN, self._round)
+            if self._round > self._memory.phases.read(_BEGUN):
+                self._memory.phases.announce(_BEGUN, self._round)
         elif not self._round or layer != self._next:
             raise AssertionError(f"layer {layer} of the experts is computed behind layer {self._next - 1}")
         return self._pass_layer(layer, rows, experts)
