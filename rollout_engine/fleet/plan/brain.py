@@ -249,7 +249,7 @@ class Brain:
         for each in (each for each in gone if each.state is not ReplicaState.DEAD):
             lived = each.lives
             actions += [] if gone is new else self._stale(each, now)
-            actions += [*([Stop(each.index)] if lived else []), *self._end(each)]
+            actions += [*([Stop(each.index, answers_first=True)] if lived else []), *self._end(each)]
         return actions
 
     def check_integrity(self) -> None:
