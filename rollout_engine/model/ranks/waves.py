@@ -120,15 +120,16 @@ class Waves:
     def try_close(self, *, politely: bool = False) -> bool:
         """Take part in no more rounds, once no other engine holds and none is owed. Returns whether that is so now.
 
-        `politely`: only once no other open engine has work either. Until then others may begin to hold again.
+        `politely`: only once no other open engine with these weights has work either. Until then others may hold.
         """
         with self._exclusive():
             if self._get(Field.STAGE) not in (Stage.OPEN, Stage.CLOSING):
                 return True
             others = [rank for rank in range(self.size) if rank != self.rank]
             in_use = any(self._numbers[Field.HOLDS, rank] for rank in others) or self._owes()
-            stages, work = self._numbers[Field.STAGE], self._numbers[Field.WORK]
-            if politely and any(stages[rank] == Stage.OPEN and work[rank] for rank in others):
+            stages, work, keys = (self._numbers[field] for field in (Field.STAGE, Field.WORK, Field.KEY))
+            needs_it = (stages == Stage.OPEN) & (work != 0) & (keys == keys[self.rank])
+            if politely and any(needs_it[rank] for rank in others):
                 self._set(Field.STAGE, Stage.OPEN)
                 in_use = True
             elif not in_use:
