@@ -1,5 +1,6 @@
 """The executor of one engine of a group whose engines divide the experts of a mixture."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     size: int
     """Number of engines; 1: this one has all experts."""
     rank: int = 0
-    descriptor: int = -1
-    """The group's memory, which the engine's process inherits; -1: a group of one has none."""
+    memory: str = ""
+    """Path of the group's memory, which its starter has open; "": a group of one has none."""
 
 
 def make_group_memory(size: int) -> int:
@@ -54,7 +55,8 @@ class GroupExecutor(InlineExecutor):
                 f"data_parallel_size={settings.size} needs the C++ kernels, which could not be built here. Install "
                 "g++, or leave it out."
             )
-        group = ExpertGroup(GroupMemory(settings.descriptor, settings.size), settings.rank)
+        memory = os.open(settings.memory, os.O_RDWR | os.O_CLOEXEC)
+        group = ExpertGroup(GroupMemory(memory, settings.size), settings.rank)
         return cls(DividedWorker(config, group), profiler=Profiler(config.profiler_dir))
 
     def watch(self, on_death: Callable[[str], object]) -> None:

@@ -71,7 +71,7 @@ class CoreProcess(Child):
         """Start the process; it loads the model while the caller continues. Raises `ConfigError`.
 
         `listen`: a TCP address at which the core also takes clients with these `keys`; `Ready.address` has its port.
-        `group`: the engine's place in its group, whose memory the process inherits.
+        `group`: the engine's place in its group, whose memory the process opens while it loads.
         """
         require_keys(listen, keys, "listen")
         _refuse_cores_of_cores()
@@ -95,13 +95,10 @@ class CoreProcess(Child):
             keys=keys,
             group=group,
         )
-        shared = [] if group is None or group.descriptor < 0 else [group.descriptor]
         locked = lock_directory(self.directory)
         GUARD.add_path(self.directory, f"{SHARED_MEMORY}/{os.path.basename(self.directory)}-")
         try:
-            super().__init__(
-                lambda ends: _start([ends[0], locked, *shared], self.directory), max_bytes=MAX_LIFELINE_BYTES
-            )
+            super().__init__(lambda ends: _start(ends[0], locked, self.directory), max_bytes=MAX_LIFELINE_BYTES)
         except BaseException:
             self._remove_files()
             raise
@@ -161,9 +158,9 @@ class CoreProcess(Child):
         GUARD.drop_path(self.directory)
 
 
-def _start(descriptors: list[int], directory: str) -> "subprocess.Popen[bytes]":
-    """Start a core's process, which inherits its end of the lifeline, the locked file, and a group's memory."""
-    return start_module(CORE_MODULE, [directory], descriptors=descriptors, environment=_environment())
+def _start(lifeline: int, locked: int, directory: str) -> "subprocess.Popen[bytes]":
+    """Start a core's process, which inherits two descriptors: its end of the lifeline, and the locked file."""
+    return start_module(CORE_MODULE, [directory], descriptors=[lifeline, locked], environment=_environment())
 
 
 def _refuse_cores_of_cores() -> None:

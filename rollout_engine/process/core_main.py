@@ -139,10 +139,9 @@ def _leave(directory: str, status: int) -> NoReturn:
 
 def main() -> None:
     """Serve as a core's process; only `CoreProcess` starts one."""
-    descriptor, locked, *shared, directory = sys.argv[1:]
+    descriptor, locked, directory = sys.argv[1:]
     give_way_early()
-    for kept in (locked, *shared):  # open, and locked, as long as this process lives; `shared`: a group's memory
-        os.set_inheritable(int(kept), False)
+    os.set_inheritable(int(locked), False)  # it stays open, and locked, as long as this process lives
     lifeline = Channel(socket.socket(fileno=int(descriptor)), MAX_LIFELINE_BYTES)
     try:
         status = serve(lifeline, directory)

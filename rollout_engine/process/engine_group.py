@@ -13,9 +13,11 @@ class EngineGroup:
         self._memory: int | None = None
         self._started: set[int] = set()
         """Places of engines that were started in this memory."""
+        self._starting: dict[str, int] = {}
+        """Descriptors of memories that engines open as they start, by their paths."""
 
     def take_place(self, rank: int) -> GroupSettings:
-        """The settings of an engine that starts now; release them with `settle` once it has.
+        """The settings of an engine that starts now; call `settle` with them once it has, or has failed.
 
         If an engine had this place, the group is formed anew: the engines of before end. Raises `ConfigError`.
         """
@@ -25,15 +27,18 @@ class EngineGroup:
             self.close()
             self._memory = make_group_memory(self.size)
         self._started.add(rank)
-        return GroupSettings(size=self.size, rank=rank, descriptor=os.dup(self._memory))
+        own = os.dup(self._memory)  # it outlasts a group that is formed anew meanwhile
+        settings = GroupSettings(size=self.size, rank=rank, memory=f"/proc/{os.getpid()}/fd/{own}")
+        self._starting[settings.memory] = own
+        return settings
 
-    @staticmethod
-    def settle(settings: GroupSettings, *, has_started: bool) -> None:
+    def settle(self, settings: GroupSettings, *, has_started: bool) -> None:
         """Note whether an engine has started with these settings; if not, the others of its group end."""
-        if settings.descriptor >= 0:
+        own = self._starting.pop(settings.memory, None)
+        if own is not None:
             if not has_started:
-                mark_engine_broken(settings.descriptor, settings.rank)
-            os.close(settings.descriptor)
+                mark_engine_broken(own, settings.rank)
+            os.close(own)
 
     def close(self) -> None:
         """Have the engines in the memory end, and forget it."""

@@ -76,7 +76,7 @@ class GroupProvider(ProcessProvider):
             replica = ProcessReplica(ProcessClient.start(config, **options, group=settings))
             has_started = True
         finally:
-            EngineGroup.settle(settings, has_started=has_started)
+            family.group.settle(settings, has_started=has_started)
         return replica
 
     def shutdown(self) -> None:
