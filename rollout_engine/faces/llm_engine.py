@@ -14,7 +14,7 @@ from rollout_engine.engine.interrupts import held
 from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
-from rollout_engine.faces.verb_methods import BlockingVerbs, wait_for
+from rollout_engine.faces.verb_methods import BlockingVerbs
 from rollout_engine.fleet.placements import fleet_starter
 from rollout_engine.results.request_ids import as_request_ids
 from rollout_engine.telemetry.spans import TraceHeaders
@@ -147,7 +147,7 @@ class LLMEngine(BlockingVerbs):
         """
         if has_unfinished or self.has_unfinished_requests():
             return True
-        return bool(wait_for(self.frontend.client.call("get_num_unfinished_requests", {"timeout": None})))
+        return bool(super().get_num_unfinished_requests())
 
     def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
         """Requests of this client whose finished output has not been returned. It never waits for `timeout`."""

@@ -51,7 +51,11 @@ async def server_info(served: Served, asked: Asked, *, config_format: str | None
             "seed": config.seed,
         },
         "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
-        "parallel_config": {"world_size": num_ranks, "tensor_parallel_size": num_ranks, "data_parallel_size": 1},
+        "parallel_config": {
+            "world_size": num_ranks,
+            "tensor_parallel_size": num_ranks,
+            "data_parallel_size": config.data_parallel_size,
+        },
         "weight_transfer_config": {"backend": "gloo"},
         "lora_config": {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if has_loras else None,
     }
@@ -66,7 +70,7 @@ async def server_info(served: Served, asked: Asked, *, config_format: str | None
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
         "tp_size": num_ranks,
-        "dp_size": 1,
+        "dp_size": config.data_parallel_size,
         "pp_size": 1,
         "ep_size": 1,
         "internal_states": [{"weight_version": served.version_text}],
