@@ -186,7 +186,8 @@ class FleetClient:
         check_count(num_replicas)
         with self._updates.one_at_a_time():
             num_present = len(self._brain.wanted)
-            if (num_more := num_replicas - num_present) > 0:
+            num_more = num_replicas - (num_present if self._groups is None else 0)
+            if num_more > 0 and num_replicas != num_present:
                 self._supervisor.check(num_more, num_present)  # it may take seconds: outputs are still delivered
             with self._lock:
                 self.require_usable()
