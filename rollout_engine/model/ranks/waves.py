@@ -14,8 +14,8 @@ one version that meet experts of another:
             waits for. It is CLOSED only once no other engine holds and it owes nothing.
 
 So a round that has begun meets open engines of one key, and ends; an engine that wants to change its weights waits
-for steps alone, which end; and nobody waits for the group while it holds. Each method is atomic: `exclusive` shuts out
-the other engines, and the other threads of this one.
+for steps alone, which end; and no engine waits for the group while it holds. Each method is atomic: `exclusive` shuts
+out the other engines, and the other threads of this one.
 """
 
 from collections.abc import Callable
