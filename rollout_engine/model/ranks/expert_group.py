@@ -257,13 +257,12 @@ class ExpertGroup:
         """Raise `BrokenTurnsError`, behind the call of `on_broken`, if another engine has ended."""
         numbers = self._memory.numbers
         for rank in range(self.size):
-            if rank == self.rank or not numbers[Field.PROCESS, rank]:
-                continue
             has_left = numbers[Field.STAGE, rank] == Stage.LEFT
-            if has_left and not self._round and not numbers[Field.WORK, self.rank]:
+            is_needed = bool(self._round or numbers[Field.WORK, self.rank])
+            if rank == self.rank or (has_left and not is_needed):
                 continue
-            if numbers[Field.BROKEN, rank] or has_left or self._has_ended(rank):
-                process = int(numbers[Field.PROCESS, rank])
+            process = int(numbers[Field.PROCESS, rank])
+            if numbers[Field.BROKEN, rank] or has_left or (process and self._has_ended(rank)):
                 self._fail(f"engine {rank} of the {self.size} that divide the experts (process {process}) has ended")
         if numbers[Field.BROKEN, self.rank]:
             self._fail("its group of engines that divide the experts was given up")
