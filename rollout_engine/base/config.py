@@ -9,6 +9,7 @@ import msgspec
 from rollout_engine.base.class_names import name_of
 from rollout_engine.base.data_parallel import check_data_parallel
 from rollout_engine.base.errors import ConfigError, refused
+from rollout_engine.base.kv_options import check_kv_connector
 from rollout_engine.base.outputs import Quantization
 from rollout_engine.base.peer_options import ENGINE_PEERS
 from rollout_engine.base.speculation_config import SpeculationConfig
@@ -255,6 +256,13 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Engines, each with requests of its own, that divide the experts of a mixture: a token goes to the engines that
     have its experts, and back. Tokens and log-probs are those of one engine, to the bit. Processes of one machine, on
     CPUs. A model without experts is whole in each. See docs/fleet.md."""
+    kv_connector: Text | None = None
+    """A second, larger prefix cache outside of the KV pool: "host" (memory of this process), "shm" (memory of this
+    machine, shared by its engines), "disk:DIR", or a class "package.module:Class" of your own, with an argument as
+    "package.module:Class:ARGUMENT". KV is found there by its tokens and the values of the weights, whichever engine
+    computed it: same tokens, same log-probs. None: there is none. See docs/kv.md."""
+    kv_connector_bytes: Positive | None = None
+    """Most bytes that `kv_connector` holds. None: 4 GiB, or a quarter of the free memory if that is less."""
 
     @property
     def tokens_per_block(self) -> int:
@@ -308,6 +316,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         self._check_ranks()
         check_data_parallel(self)
+        check_kv_connector(self)
         if self.chat_template is not None and self.skip_tokenizer_init:
             raise ConfigError(
                 "chat_template and skip_tokenizer_init=True are both set: without a tokenizer no conversation is "

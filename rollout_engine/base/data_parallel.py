@@ -22,6 +22,10 @@ def check_data_parallel(config: Any) -> None:
             "engines that step together draft nothing",
         ),
         "async_scheduling=True": (config.async_scheduling is True, "engines that step together schedule no step ahead"),
+        f"kv_connector={config.kv_connector!r}": (
+            config.kv_connector is not None,
+            "its tiers tell weights apart by a digest of all of them, and such an engine has some",
+        ),
         f"load_format={config.load_format!r}": (
             config.load_format == "sharded",
             "no sharded state has parts of such engines",

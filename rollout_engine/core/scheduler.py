@@ -6,11 +6,12 @@ from bisect import bisect_left, insort
 from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.base.metrics import CoreStats
 from rollout_engine.base.pictures import end_between_pictures
-from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.request_table import Preparation
 from rollout_engine.core.speculation import Speculator
 from rollout_engine.core.step import Step
+from rollout_engine.core.tiered_tables import TieredTables
 
 _NOTHING: list[int] = []
 """No blocks, or no drafts: no caller changes the lists of a scheduled sequence."""
@@ -31,10 +32,10 @@ class Scheduler:
     parked ones alone once no step is in flight; so when all of those have dropped their references, it needs no other.
     """
 
-    def __init__(self, tables: BlockTables, config: CoreConfig, speculator: Speculator | None = None) -> None:
+    def __init__(self, tables: TieredTables, config: CoreConfig, speculator: Speculator | None = None) -> None:
         self.tables = tables
         self._config = config
-        self.stats = CoreStats()
+        self.stats = CoreStats() if tables.tier is None else CoreStats(kv_tier=tables.tier.stats)
         self.speculator = speculator
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
@@ -72,6 +73,8 @@ class Scheduler:
                 self.speculator.add_drafts(step, most - budget)
         self.tables.finish_scheduling(step.work.scheduled, step.rows)
         step.work.finished_sequence_ids += self._take_finished()
+        if self.tables.tier is not None:
+            self.tables.tier.complete(step.work)
         self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
         return step
@@ -94,6 +97,18 @@ class Scheduler:
         """Name the finished sequences of `work` again in the next step: the runner may not have released them."""
         self._finished = work.finished_sequence_ids + self._finished
 
+    def take_back(self, work: SchedulerOutput) -> None:
+        """Take back an empty step that is not submitted."""
+        self.requeue_finished(work)
+        if self.tables.tier is not None:
+            self.tables.tier.take_back(work)
+
+    def prepare(self, request: Request, other: Preparation | None) -> Preparation | None:
+        """Begin to bring the KV of a new request near. Returns a wait for that and for `other`; None if unneeded."""
+        if self.tables.tier is None or not self._may_skip(request.leader):
+            return other
+        return self.tables.tier.prepare(self.tables, request, other)
+
     def add(self, request: Request) -> None:
         """Queue the leader of a request; its other sequences follow when the prompt has been computed."""
         self._move(request.leader, self.waiting)
@@ -101,6 +116,8 @@ class Scheduler:
     def end(self, sequence: Sequence) -> None:
         """Remove an ended sequence. If it was computing the prompt, the next live sequence does so from here."""
         was_leader = sequence.queue is not None and not sequence.request.forked
+        if sequence.request.source.params.kv_hint is not None:
+            self.tables.apply_hint(sequence)
         self._reset(sequence, None)
         if self.speculator is not None:
             self.speculator.end(sequence)
@@ -250,10 +267,12 @@ class Scheduler:
                 return False
         return True
 
+    def _may_skip(self, sequence: Sequence) -> bool:
+        """Whether tokens of a sequence need not be computed if their KV is known."""
+        return not (sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling))
+
     def _looks_up(self, sequence: Sequence) -> bool:
-        if sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling):
-            return False
-        return sequence.queue is self.waiting and self.tables.caching
+        return sequence.queue is self.waiting and self.tables.caching and self._may_skip(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit along with the others. No running sequence loses blocks for it."""
@@ -266,6 +285,8 @@ class Scheduler:
                 return False
             self._drop_references()
         self._move(sequence, self.running)
+        if looks_up and self.tables.tier is not None:
+            self.tables.tier.load_prefix(self.tables, sequence)
         if came_without_blocks:
             self.stats.num_looked_up_tokens += sequence.num_tokens if looks_up else 0
             self.stats.num_cached_tokens += sequence.num_computed_tokens

@@ -18,6 +18,7 @@ from rollout_engine.fleet.run.groups import GroupProvider
         (dict(quantization="int8"), "quantization='int8'"),
         (dict(speculation="auto"), "speculation='auto'"),
         (dict(async_scheduling=True), "async_scheduling=True"),
+        (dict(kv_connector="host"), "kv_connector='host'"),
         (dict(load_format="sharded"), "load_format='sharded'"),
     ],
 )
