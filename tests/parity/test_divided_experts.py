@@ -17,6 +17,7 @@ from rollout_engine.base.errors import LifecycleError
 from rollout_engine.kernels.cpu import phases
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.testing.adapters import random_adapter
+from rollout_engine.testing.architectures import SIZES
 
 pytestmark = pytest.mark.skipif(not phases.is_available(), reason="no C++ compiler here")
 
@@ -79,7 +80,7 @@ def test_two_engines_have_the_bits_of_one_through_updates_and_sleeps(tmp_path):
 @pytest.mark.parametrize("architecture", OTHERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_kind_of_mixture_has_the_bits_of_one_engine(tmp_path, architecture, dtype):
-    path = tiny_checkpoint(tmp_path, architecture)
+    path = tiny_checkpoint(tmp_path, architecture, **SIZES[architecture])
     with LLM(str(path), dtype=dtype, **OPTIONS) as llm:
         first, scores = samples_of(llm), scores_of(llm)
     with served(path, dtype=dtype) as service:
