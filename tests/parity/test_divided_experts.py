@@ -17,7 +17,7 @@ from rollout_engine.base.errors import LifecycleError
 from rollout_engine.kernels.cpu import phases
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.testing.adapters import random_adapter
-from rollout_engine.testing.architectures import SIZES
+from rollout_engine.testing.architectures import sizes_of
 
 pytestmark = pytest.mark.skipif(not phases.is_available(), reason="no C++ compiler here")
 
@@ -25,7 +25,10 @@ OPTIONS = dict(skip_tokenizer_init=True, num_kv_blocks=64, log_stats=False, num_
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 9, 17, 3)]
 PARAMS = SamplingParams(max_tokens=12, n=2, logprobs=0, seed=5, ignore_eos=True)
 SCORED = [[3, 4, 5], [6, 7]], [[6, 7, 8], [9, 3, 1, 4]]
-OTHERS = "mixtral deepseek_v3 glm4_moe gpt_oss olmoe qwen3_next granitemoe longcat_flash".split()
+OTHERS = (
+    "mixtral deepseek_v3 deepseek_v3_eight_groups glm4_moe gpt_oss olmoe qwen3_next granitemoe longcat_flash "
+    "gemma4_text_experts"
+).split()
 
 
 def samples_of(engine, params=PARAMS, **options):
@@ -80,7 +83,8 @@ def test_two_engines_have_the_bits_of_one_through_updates_and_sleeps(tmp_path):
 @pytest.mark.parametrize("architecture", OTHERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_kind_of_mixture_has_the_bits_of_one_engine(tmp_path, architecture, dtype):
-    path = tiny_checkpoint(tmp_path, architecture, **SIZES[architecture])
+    kind, fields = sizes_of(architecture)
+    path = tiny_checkpoint(tmp_path, kind, **fields)
     with LLM(str(path), dtype=dtype, **OPTIONS) as llm:
         first, scores = samples_of(llm), scores_of(llm)
     with served(path, dtype=dtype) as service:
