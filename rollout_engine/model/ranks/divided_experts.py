@@ -115,7 +115,7 @@ def divide_experts(
         whole = len(child.get_parameter("down_proj"))
         first, stop = (whole * rank // group.size for rank in (group.rank, group.rank + 1))
         experts.append((child, Share(first, stop, whole)))
-    cut = ModelCut(Seat(Alone()), [], experts, [], None, {}, {}, list(geometry), {}, {}, group)
+    cut = ModelCut(Seat(Alone()), [], experts, [], None, {}, {}, list(geometry), {}, {}, group=group)
     replace_parameters(module, cut, keep_values=keep_values)
     return cut
 
