@@ -59,6 +59,13 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model takes pictures; None: it has no vision tower."""
     max_prompt_pictures: int = 8
     """Most pictures of one prompt."""
+    num_stages: int = 1
+    """Stages of the runner: as many steps are in flight, and no two of them draw for the same sequence."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that are submitted before the result of the oldest one is waited for."""
+        return int(self.async_scheduling) if self.num_stages == 1 else self.num_stages - 1
 
     @property
     def max_scored_tokens(self) -> int:

@@ -8,6 +8,7 @@ from rollout_engine.base.metrics import CoreStats
 from rollout_engine.base.pictures import end_between_pictures
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.micro_batches import MicroBatches
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.speculation import Speculator
 from rollout_engine.core.step import Step
@@ -40,6 +41,8 @@ class Scheduler:
         self.parked: list[Sequence] = []
         self.running: list[Sequence] = []
         self._max_num_seqs = config.max_num_seqs
+        self._micro = MicroBatches(config.num_stages) if config.num_stages > 1 else None
+        """Divides sequences among the steps in flight; None: there is one stage."""
         self._prefill_budget = 0
         """Tokens that this step may still compute in chunks of more than one."""
         self._scored_budget = 0
@@ -65,6 +68,9 @@ class Scheduler:
         self._prefill_budget = self._config.max_prefill_beside_decode if decodes else sys.maxsize
         if not num_in_flight or self._running_fit():
             most = self._config.max_num_batched_tokens
+            if self._micro is not None:
+                queues, rows = (self.parked, self.waiting), step.work.scheduled
+                most = min(most, self._micro.begin(rows, self.running, queues, self._max_num_seqs))
             budget = self._schedule_running(step, most)
             if not num_in_flight or self.running:
                 budget = self._schedule_waiting(step, budget)
@@ -173,6 +179,8 @@ class Scheduler:
         while budget and position < len(self.running):
             sequence = self.running[position]
             position += 1
+            if self._micro is not None and self._micro.leaves_out(sequence):
+                continue
             if sequence.decodes_in_place:  # most of most steps: all that `_schedule_tokens` would do for it
                 name, start, first_block = sequence.sequence_id, sequence.num_computed_tokens, sequence.num_sent_blocks
                 samples.append(SampleTask(name, len(scheduled)))
@@ -193,7 +201,8 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, budget: int) -> int:
         num_passed = 0
         while budget and len(self.running) < self._max_num_seqs:
-            sequence = min(self.waiting[num_passed : num_passed + 1] + self.parked[:1], default=None)
+            parked = self.parked[:1] if self._micro is None else self._micro.first_ready(self.parked)
+            sequence = min(self.waiting[num_passed : num_passed + 1] + parked, default=None)
             if sequence is None or self._must_wait(sequence):
                 break
             if self._looks_up(sequence) and not self.tables.attach_prefix(sequence):
@@ -215,6 +224,8 @@ class Scheduler:
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether the sequence will end anyway, or the step has no budget left for its prompt."""
         if sequence.awaits_last_token or (sequence.scores_prompt and not self._scored_budget):
+            return True
+        if self._micro is not None and self._micro.is_full:
             return True
         return not self._prefill_budget and sequence.num_tokens - sequence.num_computed_tokens > 1
 

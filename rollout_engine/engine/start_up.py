@@ -47,6 +47,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         state_interval=-(-_STATE_INTERVAL // info.block_size) * info.block_size,
         pictures=info.pictures,
         max_prompt_pictures=config.max_prompt_pictures,
+        num_stages=config.pipeline_parallel_size,
     )
 
 

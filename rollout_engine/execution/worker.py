@@ -58,6 +58,7 @@ class Worker:
         self._weights = self._resident_weights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
         self._has_columns = loaded.cut is not None and bool(loaded.cut.columns)
+        self._num_stages = config.pipeline_parallel_size
         loaded = loaded._replace(targets={}, cut=None, tower=None)
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
@@ -153,6 +154,7 @@ class Worker:
             self.updater.version,
             self._write_shards,
             has_columns=self._has_columns,
+            num_stages=self._num_stages,
         )
 
     def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
