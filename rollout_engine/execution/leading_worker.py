@@ -30,10 +30,8 @@ class LeadingWorker(Worker):
     """A `Worker` whose updates, sleeps and steps are those of all ranks."""
 
     def __init__(self, config: EngineConfig, team: RankTeam) -> None:
-        self._team, sizes = team, [f"tensor_parallel_size={config.tensor_parallel_size}"]
-        if config.pipeline_parallel_size > 1:
-            sizes = [*sizes[: config.tensor_parallel_size - 1], f"pipeline_parallel_size={config.pipeline_parallel_size}"]
-        self._cut = " and ".join(sizes)
+        names = [name for name in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, name) > 1]
+        self._team, self._cut = team, " and ".join(f"{name}={getattr(config, name)}" for name in names)
         super().__init__(config, team.seat)
 
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:

@@ -123,7 +123,8 @@ class RankWorker:
                 self._scores[number] = self._backend.score(*given, **options)
             case ScorePiece(number, serial):
                 self._begin(serial)
-                next(self._scores[number], None)
+                if next(self._scores[number], None) is None and self._pipe is not None:
+                    self._pipe.skip()
             case EndScore(number):
                 del self._scores[number]
             case Meet():

@@ -115,8 +115,9 @@ class CpuBackend(Backend):
         self.choices = self._describe_choices(config, loaded)
 
     def _describe_choices(self, config: EngineConfig, loaded: LoadedModel) -> str:
+        ranks = described_ranks(loaded.num_ranks, config.pipeline_parallel_size)
         return (
-            f"device cpu{described_ranks(loaded.num_ranks, config.pipeline_parallel_size)}, dtype {_described_dtype(loaded)}, "
+            f"device cpu{ranks}, dtype {_described_dtype(loaded)}, "
             f"{torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
@@ -243,8 +244,8 @@ def _check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool)
     size = cut.seat.num_ranks
     if cut.stage is not None and not is_deterministic:
         raise ConfigError(
-            f"pipeline_parallel_size={cut.stage.pipe.num_stages} needs deterministic products, because steps are divided "
-            "among stages, and the model's are not (a part of it was not replaced). Leave it out."
+            f"pipeline_parallel_size={cut.stage.pipe.num_stages} needs deterministic products, because sequences are "
+            "divided among steps, and the model's are not (a part of it was not replaced). Leave it out."
         )
     if not is_deterministic:
         raise ConfigError(

@@ -194,7 +194,7 @@ class CpuModel:
         return self._recorded[-1]
 
     def _experts_of_modules(self) -> Tensor | None:
-        """The experts [T, l, k] that routers which ran as modules have chosen inside `recording`; None: there are none."""
+        """The experts [T, l, k] that routers have chosen as modules, inside `recording`; None: there are none."""
         chosen = [experts for experts in self._chosen if experts is not None]
         return torch.stack(chosen, 1) if chosen else None
 

@@ -94,6 +94,11 @@ class Pipe:
         if self._serves and self._outbox is not None:
             self._outbox.put(self.serial, hidden, experts)
 
+    def skip(self) -> None:
+        """Pass on that the current forward has nothing to compute, on any stage."""
+        if not self.is_last:
+            self.leave(torch.empty(0, 0))
+
     def finish_module(self, hidden: Tensor) -> None:
         """Called with the output [..., T, H] of this stage's last layer, if layers run as modules.
 

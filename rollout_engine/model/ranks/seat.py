@@ -47,8 +47,8 @@ class Seat:
     While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: it sends each step and each
     piece of a score to the others before it computes them, and they run the same code as well.
 
-    With several stages `exchange`, `rank` and `num_ranks` are of the ranks of one stage, `team` the meeting of all ranks,
-    and `pipe` this stage's place among the others.
+    With several stages `exchange`, `rank` and `num_ranks` are of the ranks of one stage, `team` the meeting of all
+    ranks, and `pipe` this stage's place among the others.
     """
 
     def __init__(

@@ -98,11 +98,12 @@ def cut_stage(module: PreTrainedModel, plan: StagePlan, cut: ModelCut, pipe: Pip
     for index, layer in enumerate(layers):
         if index not in own:
             attends = cut.geometry[index].attends
-            is_entrance = index == own.start - 1
             passed = PassedLayer(layer, attends=attends)
-            _replace_child(module, layer, EntranceLayer(layer, pipe.enter_module, attends=attends) if is_entrance else passed)
+            if index == own.start - 1:
+                passed = EntranceLayer(layer, pipe.enter_module, attends=attends)
+            _replace_child(module, layer, passed)
     if not pipe.is_last:
-        _finish_behind(layers[own.stop - 1], pipe)
+        layers[own.stop - 1].register_forward_hook(lambda _, given, output: pipe.finish_module(output))
     blank = LayerGeometry.without_attention(None)
     places = [numbers.get(id(router)) for router in plan.routers]
     stage = Stage(
@@ -211,17 +212,11 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
 
 
-def _finish_behind(layer: nn.Module, pipe: Pipe) -> None:
-    layer.register_forward_hook(lambda _, given, output: pipe.finish_module(output))
-
-
 def _replace_child(module: nn.Module, child: nn.Module, by: nn.Module) -> None:
-    for parent, name in _places_of(module, child):
-        setattr(parent, name, by)
-
-
-def _places_of(module: nn.Module, child: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [(parent, name) for parent in module.modules() for name, each in parent._modules.items() if each is child]
+    for parent in list(module.modules()):
+        for name, each in list(parent._modules.items()):
+            if each is child:
+                parent._modules[name] = by
 
 
 def _num_bytes(child: nn.Module) -> int:
