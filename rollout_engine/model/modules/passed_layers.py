@@ -43,12 +43,14 @@ class EntranceLayer(PassedLayer):
 class AbsentEmbedding(nn.Module):
     """An embedding of another stage: zeros [..., H]."""
 
+    weight: Tensor
+    """[0, H]."""
+
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
         weight = embedding.weight
         assert isinstance(weight, Tensor), "it is a table"
-        self.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
-        """[0, H]."""
+        self.register_buffer("weight", weight.new_empty(0, weight.shape[1]), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.weight.new_zeros(*input.shape, self.weight.shape[1])
@@ -57,12 +59,14 @@ class AbsentEmbedding(nn.Module):
 class AbsentHead(nn.Module):
     """An output head of another stage: logits [..., 0] of states [..., H]."""
 
+    weight: Tensor
+    """[0, H]."""
+
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         weight = head.weight
         assert isinstance(weight, Tensor), "it is a linear"
-        self.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
-        """[0, H]."""
+        self.register_buffer("weight", weight.new_empty(0, weight.shape[1]), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         return input[..., :0]

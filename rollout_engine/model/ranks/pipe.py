@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.kernels.cpu.turns import Turns
+from rollout_engine.model.modules.row_trial import proven_operations
 from rollout_engine.model.ranks.pipe_memory import Inbox, Outbox
 
 
@@ -75,7 +76,8 @@ class Pipe:
         assert not self.is_first, "tokens enter the first stage"
         if not self._serves:
             generator = torch.Generator().manual_seed(math.prod(shape[:-1]))
-            return torch.randn(*shape, generator=generator).to(dtype)
+            with proven_operations():  # they are no part of the module
+                return torch.randn(*shape, generator=generator).to(dtype)
         assert self.inbox is not None, "every rank of a later stage has one"
         hidden, self.came = self.inbox.take(self.serial, dtype, shape[-1])
         return hidden.view(*shape)
