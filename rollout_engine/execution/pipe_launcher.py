@@ -30,6 +30,8 @@ class PipeLauncher(LocalLauncher):
     def close(self) -> None:
         for rank in list(self._ends):
             self._close_ends(rank)
+        if self.place is not None:
+            self.place.pipe.close()
         super().close()
 
     def _share(self, memory: int, num_ranks: int) -> None:

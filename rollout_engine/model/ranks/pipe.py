@@ -128,6 +128,14 @@ class Pipe:
         """Let no rank of any stage wait for another any more, and nobody at this rank's ends."""
         for turns in self._others:
             turns.break_()
-        for end in (self.inbox, self._outbox):
-            if end is not None:
-                end.break_()
+        for end in self._ends:
+            end.break_()
+
+    def close(self) -> None:
+        """Free this rank's ends of the belts; no thread waits there."""
+        for end in self._ends:
+            end.close()
+
+    @property
+    def _ends(self) -> list[Inbox | Outbox]:
+        return [end for end in (self.inbox, self._outbox) if end is not None]

@@ -103,6 +103,11 @@ class Outbox:
         """Let nobody wait at this end any more."""
         _shut(self._sockets)
 
+    def close(self) -> None:
+        """Free the sockets; nobody waits at this end."""
+        for each in self._sockets:
+            each.close()
+
 
 class Inbox:
     """The end of a belt at a rank that reads from it."""
@@ -142,6 +147,10 @@ class Inbox:
     def break_(self) -> None:
         """Let nobody wait at this end any more."""
         _shut([self._socket])
+
+    def close(self) -> None:
+        """Free the socket; nobody waits at this end."""
+        self._socket.close()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
