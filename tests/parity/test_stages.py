@@ -18,8 +18,10 @@ from rollout_engine.testing.architectures import HYBRID_SIZES, SIZES
 pytestmark = pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
 _MORE = dict(num_hidden_layers=5)
 _HYBRID = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+"""Each stage has a layer of both kinds."""
 CASES = {
     "dense": ("qwen3", 2, 1, dict(num_hidden_layers=3)),
+    "hybrid mixture": ("qwen3_5_moe_text", 2, 1, _HYBRID),
     "hybrid": ("qwen3_5_text", 2, 1, _HYBRID),
     "tied, three stages": ("llama", 3, 1, _MORE | dict(tie_word_embeddings=True)),
     "mixture": ("qwen3_moe", 2, 1, dict(num_hidden_layers=3)),
@@ -33,7 +35,7 @@ CASES = {
     "modules": ("phi", 2, 1, {}),
     "scaled embeddings": ("granite", 2, 1, {}),
 }
-QUICK = ("dense", "hybrid")
+QUICK = ("dense", "hybrid mixture")
 every_case = pytest.mark.parametrize(
     "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

@@ -15,28 +15,43 @@ from torch import Tensor, nn
 class PassedLayer(nn.Module):
     """A decoder layer of another stage: its output is its input."""
 
-    def __init__(self, layer: nn.Module, *, attends: bool) -> None:
-        """`layer`: the one that it replaces, whose plain attributes it has: the module's forward may read some."""
+    def __init__(self, layer: nn.Module, *, attends: bool, num_outputs: int = 0) -> None:
+        """`layer`: the one that it replaces, whose plain attributes it has: the module's forward may read some.
+
+        `num_outputs`: length of the tuple that the layer returns; 0: it returns hidden states alone.
+        """
         super().__init__()
         for name, value in vars(layer).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
         self.attends = attends
         """Whether the layer has attention."""
+        self._num_others = num_outputs - 1
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor | None, ...]:
+        passed = self._passed(hidden_states)
+        return passed if self._num_others < 0 else (passed, *[None] * self._num_others)
+
+    def _passed(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
 class EntranceLayer(PassedLayer):
     """The layer before the first one of a stage: its output [..., T, H] is what the stage before has computed."""
 
-    def __init__(self, layer: nn.Module, enter: Callable[[Sequence[int], torch.dtype], Tensor], *, attends: bool):
+    def __init__(
+        self,
+        layer: nn.Module,
+        enter: Callable[[Sequence[int], torch.dtype], Tensor],
+        *,
+        attends: bool,
+        num_outputs: int = 0,
+    ) -> None:
         """`enter` gives a tensor of this shape and dtype."""
-        super().__init__(layer, attends=attends)
+        super().__init__(layer, attends=attends, num_outputs=num_outputs)
         self._enter = enter
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def _passed(self, hidden_states: Tensor) -> Tensor:
         return self._enter(hidden_states.shape, hidden_states.dtype)
 
 

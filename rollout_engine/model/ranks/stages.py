@@ -54,12 +54,14 @@ class StagePlan(NamedTuple):
     routers: list[nn.Module]
     linears: dict[str, tuple[int, int]]
     """Name of a linear in a layer -> its features."""
+    num_outputs: list[int]
+    """Of each layer, the length of the tuple that it returns; 0: a tensor."""
 
 
 def plan_stages(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_stages: int) -> StagePlan:
     """Divide the layers of a whole module, whose weights may be uninitialised. Raises `ConfigError` if it cannot be."""
     layers = layers_of(module, len(geometry))
-    _check_flow(module, layers)
+    num_outputs = _check_flow(module, layers)
     joined = set[int]()
     for index, layer in enumerate(geometry):
         if layer.kv_layer is not None:
@@ -78,7 +80,7 @@ def plan_stages(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_
     }
     routers = routers_of(module)
     stages = split_layers(counted, **ends, num_stages=num_stages, joined=joined)
-    return StagePlan(stages, layers, routing_info(routers), routers, linears)
+    return StagePlan(stages, layers, routing_info(routers), routers, linears, num_outputs)
 
 
 def cut_stage(module: PreTrainedModel, plan: StagePlan, cut: ModelCut, pipe: Pipe) -> ModelCut:
@@ -97,13 +99,13 @@ def cut_stage(module: PreTrainedModel, plan: StagePlan, cut: ModelCut, pipe: Pip
         _replace_child(module, head, AbsentHead(head))
     for index, layer in enumerate(layers):
         if index not in own:
-            attends = cut.geometry[index].attends
-            passed = PassedLayer(layer, attends=attends)
+            form = dict(attends=cut.geometry[index].attends, num_outputs=plan.num_outputs[index])
+            passed = PassedLayer(layer, **form)
             if index == own.start - 1:
-                passed = EntranceLayer(layer, pipe.enter_module, attends=attends)
+                passed = EntranceLayer(layer, pipe.enter_module, **form)
             _replace_child(module, layer, passed)
     if not pipe.is_last:
-        layers[own.stop - 1].register_forward_hook(lambda _, given, output: pipe.finish_module(output))
+        layers[own.stop - 1].register_forward_hook(lambda _, given, output: pipe.finish_module(_states_of(output)))
     blank = LayerGeometry.without_attention(None)
     places = [numbers.get(id(router)) for router in plan.routers]
     stage = Stage(
@@ -152,8 +154,11 @@ def stage_parts(
     return parts
 
 
-def _check_flow(module: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Raise `ConfigError` unless each layer reads the output of the one before, and nothing else of earlier layers."""
+def _check_flow(module: PreTrainedModel, layers: Sequence[nn.Module]) -> list[int]:
+    """The length of the tuple that each layer returns; 0: a tensor.
+
+    Raises `ConfigError` unless each layer reads the output of the one before, and nothing else of earlier layers.
+    """
     if not layers:
         raise _not_divided(module, "it has no list of decoder layers")
     seen: dict[int, int] = {}
@@ -168,6 +173,7 @@ def _check_flow(module: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         watch.end()
     if watch.reason:
         raise _not_divided(module, watch.reason)
+    return watch.num_outputs
 
 
 class _FlowWatch:
@@ -176,6 +182,7 @@ class _FlowWatch:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.reason = ""
         """Why layers cannot be divided, as half a sentence."""
+        self.num_outputs = [0] * len(layers)
         self._before: Tensor | None = None
         self._hooks: list[RemovableHandle] = []
         for index, layer in enumerate(layers):
@@ -201,11 +208,19 @@ class _FlowWatch:
 
     def _end(self, index: int) -> Any:
         def end(layer: nn.Module, given: Any, output: Any) -> None:
-            if not isinstance(output, Tensor):
+            states = _states_of(output)
+            if isinstance(output, tuple) and not _has_tensor(output[1:]):
+                self.num_outputs[index] = len(output)
+            elif output is not states:
                 self.reason = self.reason or f"layer {index} returns more than hidden states"
-            self._before = output
+            self._before = states
 
         return end
+
+
+def _states_of(output: Any) -> Any:
+    """The hidden states that a layer returns, alone or first of a tuple."""
+    return output[0] if isinstance(output, tuple) and output else output
 
 
 def _has_tensor(value: Any) -> bool:
