@@ -129,7 +129,7 @@ def test_updates_in_flight_are_those_of_one_process(tmp_path, case):
     for output in ended:
         for sample in output.outputs:
             for span in sample.version_spans:
-                start, stop, version = span.start, span.stop, span.version
+                start, stop, version = span.start, span.end, span.policy_version
                 wanted[version].append((output.prompt_token_ids, sample, start, stop))
     assert len(wanted) > 2
     with engine_of(path) as one:
@@ -151,9 +151,7 @@ def test_routed_experts_are_those_of_all_stages(tmp_path, case):
     for sizes in ((1, 1), (num_stages, num_ranks)):
         with engine_of(path, *sizes) as llm:
             outputs = llm.generate(prompts(), params, use_tqdm=False)
-            experts = [o.prompt_routed_experts for o in outputs] + [
-                s.routed_experts for o in outputs for s in o.outputs
-            ]
+            experts = [sample.routed_experts for output in outputs for sample in output.outputs]
             assert all(each.shape[1] == 3 for each in experts)
             assert_clean(llm.llm_engine)
         found.append([each.tobytes() for each in experts])
