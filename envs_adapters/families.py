@@ -59,6 +59,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_AGENT = "agent"
+"""Begins the command of an agent, which rollouts play themselves."""
+
+
 def import_package(factory: Any) -> None:
     """Import the package of a family's `make`, which may take longer than a step may. No-op for anything else."""
     for family in FAMILIES.values():
@@ -97,14 +101,22 @@ def make_env(
     family_name, _, name = target.partition(":")
     family = FAMILIES.get(family_name)
     if family is None or (family.needs_name and not name):
-        unknown = unknown_name("family", family_name, FAMILIES) if family is None else "The name is missing."
-        raise ConfigError(f"'{target}' names no environment; give 'family:name'. {unknown}")
+        raise ConfigError(f"'{target}' names no environment; give 'family:name'. {_unknown(family_name)}")
     if family.package and find_spec(family.package) is None:
         advice = f"pip install 'rollout-engine[{family.extra}]'"
         raise ConfigError(f"{target}: the package '{family.package}' is not installed. {advice} installs it.")
     _check_options(target, family.module.make, options)
     traits = {**family.module.TRAITS, **(family.module.check(name, options) or {}), **chosen}
     return EnvSpec(family.module.make, {"name": name, **options}, target, **traits)
+
+
+def _unknown(family_name: str) -> str:
+    """Why there is no environment of this family without more of a name."""
+    if family_name in FAMILIES:
+        return "The name is missing."
+    if family_name == _AGENT:
+        return "An agent is none: rollout(tasks, env='agent:COMMAND') and Agent(...) take it as it is."
+    return unknown_name("family", family_name, [*FAMILIES, _AGENT])
 
 
 def _check(chosen: dict[str, Any]) -> None:

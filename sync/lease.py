@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -26,6 +27,8 @@ from sync.shared_files import try_lock
 
 logger = logging.getLogger("sync")
 
+FileStates: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
+"""Of each file its name, number, size, and the times of its contents and of its entry, in nanoseconds."""
 _LEASE_SECONDS = 10.0
 _MAX_DECODED = 32
 """Tensors whose decoded changes are kept: several threads each read one, piece by piece."""
@@ -72,6 +75,12 @@ class Lease:
             if len(self._decoded) > _MAX_DECODED:
                 self._decoded.popitem(last=False)
         return found
+
+    def file_states(self) -> "FileStates":
+        """Sizes, times and numbers of all files that it reads: others once one of them was written or replaced."""
+        files = [(one.directory, name) for one in self._held for name in sorted(os.listdir(one.directory))]
+        found = [(name, os.stat(name, dir_fd=directory, follow_symlinks=False)) for directory, name in files]
+        return tuple((name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found)
 
     def at(self, version: int) -> "Lease | None":
         """The same lease on a step of the chain; None if it has none of that version."""

@@ -1,10 +1,10 @@
 """Pulls versions of a store over HTTP from `sync.store_server` into a store of this machine.
 
-    describe the current version ──> links that the copy lacks, or the whole version
+    digests of the copy's tensors ──> describe the current version ──> links that the copy lacks, or the whole version
     ──> checksums of links, digests of all changed tensors ──> CURRENT of the copy replaced
 
-If the copy has no version of the chain, or a link fails, the current version is fetched whole. An engine that reads the
-copy compares the digests again, in its shadow, before it commits.
+If the copy is damaged or has no version of the chain, or a link fails, the current version is fetched whole. An engine
+that reads the copy compares the digests again, in its shadow, before it commits.
 """
 
 import http.client
@@ -14,6 +14,7 @@ import urllib.parse
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
+from time import time_ns
 
 import torch
 import xxhash
@@ -22,7 +23,7 @@ from torch import Tensor
 from sync.digests import tensor_bytes, tensor_digest
 from sync.errors import ChecksumMismatch, ManifestMismatch, SyncError, TransferTimeout
 from sync.lazy_tensor import LazyTensor
-from sync.lease import lease_chain, lease_current
+from sync.lease import FileStates, lease_chain, lease_current
 from sync.link import MAX_JSON_BYTES, Link
 from sync.manifest import TensorSpec, WeightManifest, decode_json, torch_dtype
 from sync.own_files import make_directories, opened_file
@@ -38,6 +39,10 @@ logger = logging.getLogger("sync")
 _CHUNK_BYTES = 1 << 20
 _FETCH_BYTES = 16 << 20
 """Bytes of changes for each request."""
+_SETTLED_NS = 2_000_000_000
+"""Nanoseconds after which a file that is written again has other times, however coarse its file system's clock is."""
+_checked: dict[Path, FileStates] = {}
+"""Copies of this process -> their files when all tensors had their digests."""
 _ATTEMPTS = 5
 """How often a pull begins anew if versions are replaced meanwhile, and a request if its connection breaks."""
 
@@ -47,7 +52,8 @@ def pull(
 ) -> WeightManifest:
     """Bring the store at `directory`, which is created if absent, to the current version of the one served at `url`.
 
-    Only links that it lacks are fetched, if it has a version of the chain. Readers of `directory`, such as an engine
+    Only links that it lacks are fetched, if it has a version of the chain, whose tensors have their digests: they are
+    read once for each state of their files. Readers of `directory`, such as an engine
     (`update_weights(directory)`), see the version before or the new one, whole. One process at a time pulls into a
     directory, and nothing else publishes there.
 
@@ -71,7 +77,7 @@ def pull(
 
 def _pull(store: Path, remote: "_Remote", num_threads: int) -> WeightManifest:
     there = remote.describe("current")
-    local = _sound_pointer(store)
+    local = _sound_pointer(store, num_threads)
     try:
         missing = None if local is None else _missing_links(remote, there, local)
         if local is not None and missing is not None:
@@ -84,14 +90,19 @@ def _pull(store: Path, remote: "_Remote", num_threads: int) -> WeightManifest:
     return _fetch_whole(store, remote, there, num_threads)
 
 
-def _sound_pointer(store: Path) -> Pointer | None:
-    """The current version of the copy; None if there is none that can be read."""
+def _sound_pointer(store: Path, num_threads: int) -> Pointer | None:
+    """The current version of the copy; None if there is none that can be read, or it is damaged, which is logged."""
     try:
         lease = lease_current(store) if is_store(store) else None
         if lease is None or lease.problem:
             return None
-        checked_manifest(lease)
-    except (ChecksumMismatch, ManifestMismatch):
+        manifest, states = checked_manifest(lease), lease.file_states()
+        if _checked.get(store.absolute()) != states:
+            check_tensors(lease, manifest.tensors, num_threads)
+            if max(time for *_, time in states) < time_ns() - _SETTLED_NS:
+                _checked[store.absolute()] = states
+    except (ChecksumMismatch, ManifestMismatch) as problem:
+        logger.warning("%s is damaged: %s It is fetched anew.", store, problem)
         return None
     return lease.pointer
 

@@ -18,6 +18,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import PathLike
 from pathlib import Path
@@ -73,7 +74,8 @@ class StoreServer(AbstractContextManager["StoreServer"]):
             raise SyncError(f"{directory} cannot be served at {host}:{port}: {problem.strerror}.") from None
         self.url = f"http://{host}:{self._server.server_port}"
         """Address for `pull`."""
-        self._thread = threading.Thread(target=self._server.serve_forever, name="store-server", daemon=True)
+        serve = partial(self._server.serve_forever, poll_interval=0.05)  # seconds that `close` may wait
+        self._thread = threading.Thread(target=serve, name="store-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -108,9 +110,15 @@ def serve_store(directory: str | PathLike[str], *, key: str, host: str = "127.0.
         key: a secret of 16 characters or more, which `pull` is given too. It crosses the network as it is: use a
             network of your own, or a proxy with TLS in front.
         port: 0 is any free one; `StoreServer.url` has it.
+
+    Raises `SyncError` for a key that is too short, a directory that does not exist, and an address that cannot be had.
     """
     if not isinstance(key, str) or len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable():
         raise SyncError(f"key is not allowed: must be {_LEAST_KEY} printable characters of ASCII or more.")
+    if not Path(directory).is_dir():
+        what = f"{directory} is no directory, and has no store to serve"
+        advice = "Publish a version there first (sync.publish), or make it, if the server is to start before"
+        raise SyncError(f"{what}. {advice}.")
     return StoreServer(Path(directory), key, host, port)
 
 

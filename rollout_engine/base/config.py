@@ -8,6 +8,7 @@ import msgspec
 
 from rollout_engine.base.class_names import name_of
 from rollout_engine.base.errors import ConfigError, refused
+from rollout_engine.base.kv_options import check_kv_connector
 from rollout_engine.base.outputs import Quantization
 from rollout_engine.base.peer_options import ENGINE_PEERS
 from rollout_engine.base.speculation_config import SpeculationConfig
@@ -251,6 +252,13 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     version. `rollout-engine replay --explain` reads it. None: nothing is written, and nothing is slower."""
     step_trace_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=2**50)] = 64 << 20
     """Most bytes of an engine's trace; the oldest steps are forgotten."""
+    kv_connector: Text | None = None
+    """A second, larger prefix cache outside of the KV pool: "host" (memory of this process), "shm" (memory of this
+    machine, shared by its engines), "disk:DIR", or a class "package.module:Class" of your own, with an argument as
+    "package.module:Class:ARGUMENT". KV is found there by its tokens and the values of the weights, whichever engine
+    computed it: same tokens, same log-probs. None: there is none. See docs/kv.md."""
+    kv_connector_bytes: Positive | None = None
+    """Most bytes that `kv_connector` holds. None: 4 GiB, or a quarter of the free memory if that is less."""
     pipeline_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Stages that the model's layers are divided among, on a CPU: each is a process, or `tensor_parallel_size` of them,
     and as many steps are in flight. Tokens and log-probs are those of one process, to the bit. See docs/ranks.md."""
@@ -311,6 +319,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         self._check_ranks()
+        check_kv_connector(self)
         check_stages(self)
         if self.chat_template is not None and self.skip_tokenizer_init:
             raise ConfigError(

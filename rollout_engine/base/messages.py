@@ -226,8 +226,29 @@ class SampleTask(msgspec.Struct, gc=False):
     row: int
 
 
+class KVSave(msgspec.Struct, gc=False):
+    """Hand the bytes of a KV block, or of a slot of states, to the KV connector under a key."""
+
+    place: int
+    """Number of the block, or of the slot."""
+    key: bytes
+    """32 bytes, as `core.tier_keys` makes them."""
+    is_state: bool = False
+
+
+class KVLoad(msgspec.Struct, gc=False):
+    """Fill a KV block, or a slot of states, with bytes that the KV connector has given."""
+
+    place: int
+    """Number of the block, or of the slot."""
+    data: memoryview
+    """As many bytes as a block, or a slot, has; verified, and in host memory."""
+    is_state: bool = False
+
+
 class SchedulerOutput(msgspec.Struct):
-    """The work of one step, in this order: drop `finished_sequence_ids`, add `new`, copy blocks, compute, sample."""
+    """The work of one step, in this order: drop `finished_sequence_ids`, add `new`, save KV, load KV, copy blocks,
+    compute, sample."""
 
     step: int
     policy_version: int
@@ -238,6 +259,10 @@ class SchedulerOutput(msgspec.Struct):
     """(source, destination) block ids, whole blocks, copied before anything is computed."""
     scheduled: list[ScheduledSequence]
     samples: list[SampleTask]
+    kv_saves: list[KVSave] = []
+    """Blocks and slots that earlier steps filled: read before anything is written, each at most once."""
+    kv_loads: list[KVLoad] = []
+    """Blocks and slots that this step reads, written before `block_copies`; each at most once."""
 
     @property
     def num_scheduled_tokens(self) -> int:

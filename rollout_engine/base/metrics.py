@@ -120,6 +120,29 @@ class PictureStats(msgspec.Struct):
     """Pictures that went through the vision tower."""
 
 
+class KVTierStats(msgspec.Struct):
+    """Blocks of KV, and states, that crossed to and from a KV connector since start; all 0 without one."""
+
+    num_loaded: int = 0
+    """Blocks and states that were loaded in place of being computed."""
+    num_loaded_tokens: int = 0
+    """Tokens of these blocks; part of `CoreStats.num_cached_tokens`."""
+    num_missed: int = 0
+    """Blocks that were looked up and not held, or not given: at most one for each sequence that is looked up."""
+    num_saved: int = 0
+    """Blocks and states that were handed to the connector."""
+    num_refused: int = 0
+    """Blocks and states that were found torn, damaged, foreign or of a wrong length, and were computed instead."""
+    num_dropped: int = 0
+    """Saves that the connector gave up: its queue or its store was full, or writing failed."""
+    num_failures: int = 0
+    """Calls of the connector that raised or took too long."""
+    load_seconds: float = 0.0
+    """Time in the connector's `load` and `holds`, which steps wait for."""
+    save_seconds: float = 0.0
+    """Time in its `save`."""
+
+
 class CoreStats(msgspec.Struct):
     """Counters of the engine core since start."""
 
@@ -151,6 +174,7 @@ class CoreStats(msgspec.Struct):
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.over(_TOKENS))
     """Tokens computed in a step."""
     pictures: PictureStats = msgspec.field(default_factory=PictureStats)
+    kv_tier: KVTierStats = msgspec.field(default_factory=KVTierStats)
 
     def add_pause(self, seconds: float) -> None:
         """Count a pause that took `seconds` to complete."""
@@ -225,6 +249,10 @@ class CoreMetrics(msgspec.Struct):
     """States that are kept to be found again."""
     num_awaiting_version: int = 0
     """Those of `num_waiting` whose request asks for a later policy version than the live one."""
+    num_tier_blocks: int = 0
+    """Blocks and states that the KV connector holds, as far as it reports them; 0 without one."""
+    num_tier_bytes: int = 0
+    """Bytes of these."""
 
 
 class ReplicaMetrics(msgspec.Struct):

@@ -56,6 +56,7 @@ penalties_of: Callable[["SamplingParams"], tuple[float, ...]] = attrgetter(*PENA
 LogprobsMode = Literal["tempered", "raw", "processed"]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 VersionWait = Literal["wait", "refuse", "end"]
+KvHint = Literal["keep", "drop", "prefetch"]
 TruncationSide = Literal["left", "right"]
 
 
@@ -196,6 +197,12 @@ class SamplingParams(UserStruct, frozen=True, kw_only=True, forbid_unknown_field
     version_wait: VersionWait = "wait"
     """How a request outside of its version is treated. "wait": it waits for a later one. "refuse": it raises
     `RetryableError` (HTTP 503) instead. "end": for a later or an earlier version, it ends at once, as at an update."""
+
+    kv_hint: KvHint | None = None
+    """A hint about the KV of this request. "keep": it will be wanted again, so that its blocks are the
+    last to be given up. "drop": it will not, so that blocks which it alone has are forgotten when its samples end, also
+    by a KV connector. "prefetch": bring the prompt's KV near, as far as the connector holds it, and sample nothing:
+    the request ends with no token and finish_reason "length". No result depends on it (docs/kv.md)."""
 
     def check(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number >= 0")

@@ -54,7 +54,11 @@ def check_standing(params: SamplingParams, live: int, *, has_tokens: bool = Fals
 def describe_end(params: SamplingParams, live: int) -> str:
     """Word the `error` of a request that ended without all its tokens: the live version is out of its range."""
     what = f"The request asks for {_word_pin(params)}, and version {live} is live"
-    return f"{what}: its tokens so far are in range, and none would follow. Sample it again under a later version."
+    if params.policy_version is not None and live > params.policy_version:
+        past = "it ended with the tokens it had, all of that version, since none of that version can follow"
+        return f"{what}: {past}. To sample it again, ask for the live version or a later one."
+    early = "it ended with the tokens it had, none if it had not begun, and did not wait (version_wait='end')"
+    return f"{what}, an earlier one: {early}. Send it again after that update, or with version_wait='wait'."
 
 
 def with_versions(params: Any, policy_version: int | None, min_policy_version: int | None) -> Any:

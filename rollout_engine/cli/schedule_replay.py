@@ -2,11 +2,12 @@
 
 from collections import Counter
 from contextlib import suppress
+from itertools import accumulate
 
 import msgspec
 
 from rollout_engine.base.errors import RolloutEngineError
-from rollout_engine.base.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import EngineCoreRequest, KVLoad, ModelRunnerOutput, SchedulerOutput
 from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.seeds import mix
@@ -14,8 +15,11 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor
 from rollout_engine.core.fake_states import FakeKVError
+from rollout_engine.core.fake_tier import FakeStore, num_slot_bytes, pack_slots
 from rollout_engine.core.recorder import Recorder, call_entry
-from rollout_engine.core.request import Sequence
+from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.request_table import Preparation
+from rollout_engine.core.tier import Tables, Tier
 from rollout_engine.process import post_mortem
 
 _POOLING = {"": None, "last": PoolingParams(kind="last"), "all": PoolingParams(kind="token")}
@@ -45,7 +49,8 @@ def replay(lines: list[post_mortem.Line]) -> Replayed:
         fail_at_steps=failed,
         num_state_slots=config.num_state_slots,
     )
-    core = EngineCore(executor, config, policy_version=header.policy_version)
+    tier = _ReplayedTier(executor) if config.has_tier else None
+    core = EngineCore(executor, config, policy_version=header.policy_version, tier=tier)
     found, schedules = Replayed(), _Schedules()
     core.recorders.append(schedules)
     expected: list[post_mortem.StepLine] = []
@@ -61,6 +66,8 @@ def replay(lines: list[post_mortem.Line]) -> Replayed:
                     expected.append(line)
                 case post_mortem.EndLine(_, _, ended):
                     found.num_steps += 1
+                    if tier is not None:
+                        tier.starts = {row[0]: row[1] for each in reversed(expected) for row in each.rows}
                     core.step()
                     core.check_integrity()
                     if header.is_whole and not found.difference:
@@ -86,6 +93,38 @@ class _Executor(FakeExecutor):
         except FakeKVError as problem:
             self.failure = self.failure or f"FakeKVError: {problem}"
             raise
+
+
+class _ReplayedTier(Tier):
+    """Loads as many blocks of a sequence as the recorded engine had found for it, here or there, when it was admitted.
+
+    A request for which KV was fetched waited meanwhile, and waits here for nothing: schedules may differ by that.
+    """
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        store = executor.transfer.store = FakeStore()
+        sizes = {"block_bytes": num_slot_bytes(executor.block_size), "state_bytes": num_slot_bytes(1)}
+        super().__init__(store, weights=lambda: "live", save_now=executor.save_kv, **sizes)
+        self.starts: dict[int, int] = {}
+        """Sequence id -> tokens computed before its row of the next recorded step."""
+
+    def prepare(self, tables: Tables, request: Request, other: Preparation | None) -> Preparation | None:
+        return other
+
+    def load_prefix(self, tables: Tables, sequence: Sequence) -> None:
+        size, start = tables.block_size, self.starts.get(sequence.sequence_id, 0)
+        if start <= sequence.num_computed_tokens or start % size:
+            return
+        digests = list(accumulate(sequence.token_ids[:start], mix, initial=0))[1:]
+        first = len(sequence.prefix)
+        rows = tables.next_blocks(sequence, start // size)
+        missing = [first + index for index, (block, _) in enumerate(rows) if block < 0]
+        for block, index in zip(tables.attach_found(sequence, rows), missing, strict=True):
+            slots = [(digest, False) for digest in digests[index * size : (index + 1) * size]]
+            self._loads.append(KVLoad(block, memoryview(pack_slots(slots, 0))))
+        if tables.keeps_states:
+            data = memoryview(pack_slots([(digests[-1], False)], 0))
+            self._loads.append(KVLoad(tables.attach_state(sequence), data, is_state=True))
 
 
 class _Schedules(Recorder):

@@ -36,6 +36,7 @@ _LIMITS: dict[str, type[int] | type[float]] = {
     "session_seconds": float,
     "session_tokens": int,
     "session_bytes": int,
+    "all_sessions_bytes": int,
     "session_turns": int,
     "session_retry_seconds": float,
 }

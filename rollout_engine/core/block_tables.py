@@ -11,6 +11,8 @@ from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.prefix_cache import PrefixBlock, PrefixCache
 from rollout_engine.core.request import Sequence
 from rollout_engine.core.state_slots import StateSlots
+from rollout_engine.core.table_checks import check_table
+from rollout_engine.core.tier import Tier
 
 
 class BlockTables:
@@ -20,7 +22,9 @@ class BlockTables:
     p: `states` has those, and each method here cares for both.
     """
 
-    def __init__(self, config: CoreConfig, policy_version: int) -> None:
+    def __init__(self, config: CoreConfig, policy_version: int, tier: Tier | None = None) -> None:
+        """`tier`: blocks outside of the pool; None: there are none."""
+        self.tier = tier
         self.policy_version = policy_version
         """Policy version that computes KV now; only its blocks are published and found."""
         self._config, self.block_size = config, config.block_size
@@ -104,6 +108,7 @@ class BlockTables:
                 break
             self._attach(sequence, *found)
             sequence.prefix.append(found[1])
+            self._note(sequence, len(sequence.prefix) - 1)
         found = self._cache.find_tail(self._identify(sequence, len(sequence.prefix), end))
         if found is not None:
             self._attach(sequence, *found)
@@ -121,8 +126,11 @@ class BlockTables:
                 sequence.prefix.append(known[1] if known else identity)
                 if identity.hash == sequence.looked_up_in_vain:
                     self._is_computed(sequence)
-        if self.states is not None:
-            self.states.publish(sequence, end)
+                self._note(sequence, index)
+        for slot, position in () if self.states is None else self.states.publish(sequence, end):
+            if self.tier is not None:
+                identity = sequence.prefix[position // self.block_size - 1]
+                self.tier.note_state(slot, identity, sequence.request, position)
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Publish, for a next turn, the last block of a sequence whose last token was just sampled, and has no KV.
@@ -193,8 +201,10 @@ class BlockTables:
         if self.states is not None:
             self.states.unpublish(sequence)
 
-    def clear_cache(self) -> None:
-        """Forget every known prefix."""
+    def clear_cache(self, *, with_tier: bool = False) -> None:
+        """Forget every known prefix. `with_tier`: also outside of the pool."""
+        if with_tier and self.tier is not None:
+            self.tier.reset()
         self._cache.clear()
         self._pool.forget_contents()
         if self.states is not None:
@@ -214,7 +224,7 @@ class BlockTables:
         self._pool.check_integrity(sequence.block_ids for sequence in sequences)
         self._cache.check_integrity()
         for sequence in sequences:
-            self._check_table(sequence)
+            check_table(sequence, self.block_size, self._pool.is_shared)
         if self.states is not None:
             self.states.check_integrity(sequences)
 
@@ -251,6 +261,8 @@ class BlockTables:
             sequence.block_ids = blocks[: -(-num_tokens // self.block_size)]
             for block in sequence.block_ids:
                 self._pool.share(block)
+            for index in range(len(sequence.prefix)):
+                self._note(sequence, index)
             sequence.num_computed_tokens = num_tokens
             sequence.kv_min_version = self.policy_version
         return True
@@ -298,6 +310,12 @@ class BlockTables:
         sequence.num_computed_tokens += identity.num_tokens
         sequence.kv_min_version = self.policy_version
 
+    def _note(self, sequence: Sequence, index: int) -> None:
+        """Have a known full block of a sequence saved outside of the pool."""
+        if self.tier is not None:
+            end = (index + 1) * self.block_size
+            self.tier.note_block(sequence.block_ids[index], sequence.prefix[index], sequence.request, end)
+
     def _leave_picture(self, sequence: Sequence) -> None:
         """Give up the known blocks behind the start of a picture that they end in, if it must not be split."""
         whole = self._config.whole_pictures(sequence.request.source)
@@ -336,19 +354,3 @@ class BlockTables:
             sequence.request.source.cache_salt,
             sequence.request.kv_space,
         )
-
-    def _check_table(self, sequence: Sequence) -> None:
-        name = sequence.sequence_id
-        num_computed, num_blocks = sequence.num_computed_tokens, len(sequence.block_ids)
-        assert num_computed <= sequence.num_tokens, f"{name}: computed {num_computed} of {sequence.num_tokens} tokens"
-        assert num_computed <= num_blocks * self.block_size, f"{name}: {num_computed} tokens in {num_blocks} blocks"
-        assert (num_computed == 0) == (sequence.kv_min_version is None), f"{name}: KV without a version"
-        assert len(sequence.prefix) <= num_computed // self.block_size, f"{name}: a partial block was published"
-        assert sequence.num_sent_blocks <= num_blocks, f"{name}: the runner knows more blocks than there are"
-        written = sequence.block_ids[num_computed // self.block_size : sequence.num_writable_tokens // self.block_size]
-        assert not any(map(self._pool.is_shared, written)), f"{name}: a shared block would be written"
-        for index, identity in enumerate(sequence.prefix):
-            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
-            if sequence.request.prompt_keys is not None:
-                tokens = sequence.request.put_keys(tokens, index * self.block_size)
-            assert identity.holds(tokens), f"{name}: block {index} was published with other tokens"

@@ -59,6 +59,8 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model takes pictures; None: it has no vision tower."""
     max_prompt_pictures: int = 8
     """Most pictures of one prompt."""
+    has_tier: bool = False
+    """Whether a KV connector holds blocks outside of the pool."""
     num_stages: int = 1
     """Stages of the runner: as many steps are in flight, and no two of them draw for the same sequence."""
 

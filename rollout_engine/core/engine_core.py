@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Collection
-from copy import deepcopy
 
 from rollout_engine.base.errors import LifecycleError, RetryableError, WeightUpdateError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest
@@ -10,10 +9,10 @@ from rollout_engine.base.metrics import CoreMetrics, CoreStats
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.version_pin import check_standing
 from rollout_engine.core.adapters import Adapter, AdapterTable
-from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.draft_index import DraftIndex
 from rollout_engine.core.executor import Executor
+from rollout_engine.core.gauges import read_metrics
 from rollout_engine.core.lifecycle import Lifecycle, PauseMode
 from rollout_engine.core.model_drafts import ModelDrafts
 from rollout_engine.core.recorder import Recorder, recorded_entry, recorded_step
@@ -24,6 +23,8 @@ from rollout_engine.core.result_processor import ResultProcessor
 from rollout_engine.core.scheduler import Scheduler
 from rollout_engine.core.speculation import speculator_of
 from rollout_engine.core.step import Step
+from rollout_engine.core.tier import Tier
+from rollout_engine.core.tiered_tables import TieredTables
 
 
 class EngineCore:
@@ -36,11 +37,13 @@ class EngineCore:
         *,
         policy_version: int = 0,
         prepare: Callable[[SamplingParams], Preparation | None] = lambda params: None,
+        tier: Tier | None = None,
     ) -> None:
-        """`prepare` begins work that a request needs before its first step, during steps; None if there is none."""
+        """`prepare` begins work that a request needs before its first step, during steps; None if there is none.
+        `tier`: KV outside of the pool."""
         self._executor, self._prepare = executor, prepare
         self.config = config
-        self._tables = BlockTables(config, policy_version)
+        self._tables = TieredTables(config, policy_version, tier)
         self._scheduler = Scheduler(self._tables, config, speculator_of(config, self._tables, executor))
         self._requests = RequestTable(config.pictures)
         self.adapters = AdapterTable(config.max_loras)
@@ -63,7 +66,7 @@ class EngineCore:
         if self._requests.num_preparing:
             is_idle = not (self._steps or self._scheduler.num_queued or self._results.has_pending)
             for request in self._requests.take_prepared(PATIENCE if is_idle else 0.0):
-                self._scheduler.add(request)
+                self._results.begin(request)
         num_ahead = self.config.num_ahead - len(self._results.pending_outputs)
         while len(self._steps) <= num_ahead and (step := self._schedule()):
             self._steps.append(step)
@@ -72,6 +75,7 @@ class EngineCore:
             self._update(self._steps.popleft())
         if not self.has_unfinished_requests():
             self._wait_for_steps()
+        self._save_when_idle()
         self._finish_draining()
         return self._results.pop_outputs()
 
@@ -88,7 +92,7 @@ class EngineCore:
         can_wait = num_in_flight and self.num_unfinished_requests  # finished sequences go with a later step
         if step.work.scheduled or (step.work.finished_sequence_ids and not can_wait):
             return step
-        self._scheduler.requeue_finished(step.work)
+        self._scheduler.take_back(step.work)
         return None
 
     def _update(self, step: Step) -> None:
@@ -147,6 +151,7 @@ class EngineCore:
             sequence = self._requests.live(sequence_id)
             if sequence is not None:
                 self._results.end(sequence, "abort")
+        self._save_when_idle()
         self._finish_draining()
         return self._results.pop_outputs()
 
@@ -195,11 +200,11 @@ class EngineCore:
         self._admit_held()
 
     @recorded_entry
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every known prefix; return whether that was done.
 
         While requests in flight hold blocks nothing is done, unless `reset_running_requests`: then they compute their
-        KV again. Once done, no block from before can match.
+        KV again. Once done, no block from before can match, unless the tier has it: `reset_connector` forgets those.
         """
         self.lifecycle.require_alive("reset_prefix_cache")
         self._wait_for_steps()
@@ -207,7 +212,7 @@ class EngineCore:
             self._scheduler.recompute_all()
         elif self._tables.usage:
             return False
-        self._tables.clear_cache()
+        self._tables.clear_cache(with_tier=reset_connector)
         return True
 
     @recorded_entry
@@ -330,19 +335,7 @@ class EngineCore:
 
     def metrics(self) -> CoreMetrics:
         """Counters and gauges of now."""
-        return CoreMetrics(
-            num_requests=self.num_unfinished_requests,
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting) + len(self._scheduler.parked) + self._requests.num_held_sequences,
-            cache_usage=self._tables.usage,
-            policy_version=self.policy_version,
-            state=self.lifecycle.state,
-            counters=deepcopy(self.stats),
-            num_state_slots=self.config.num_state_slots,
-            state_usage=self._tables.state_usage,
-            num_state_snapshots=self._tables.num_state_snapshots,
-            num_awaiting_version=self._requests.num_early_sequences(self.policy_version),
-        )
+        return read_metrics(self._scheduler, self._requests, self.lifecycle, self.config)
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; AssertionError names the difference."""
@@ -364,11 +357,16 @@ class EngineCore:
 
     def _queue(self, request: Request) -> None:
         """Schedule a request, once its preparation is complete."""
-        preparation = self._prepare(request.source.params)
+        preparation = self._scheduler.prepare(request, self._prepare(request.source.params))
         if preparation is None:
-            self._scheduler.add(request)
+            self._results.begin(request)
         else:
             self._requests.hold_until_prepared(request, preparation)
+
+    def _save_when_idle(self) -> None:
+        """Save KV that the next step would save, unless there will be one."""
+        if not self._steps and not self.num_in_flight:
+            self._tables.save_noted()
 
     def _stop(self, mode: PauseMode) -> EngineCoreOutputs:
         """Begin a pause or sleep that the lifecycle has accepted; complete it unless requests have to finish first."""
@@ -394,5 +392,6 @@ class EngineCore:
         if level:
             if self.draft_model is not None:
                 self.draft_model.release(forget=level == 2)
+            self._tables.save_noted()
             self._executor.release_kv()
             self._executor.release_weights(forget=level == 2)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import KVSave, ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(Protocol):
@@ -28,6 +28,10 @@ class Executor(Protocol):
 
     def draft(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step of the draft model, whose sequences and blocks are its own. An error of it fails no request."""
+        ...
+
+    def save_kv(self, saves: list[KVSave]) -> None:
+        """Hand blocks of KV and states to the KV connector at once, as a step does by its `kv_saves`."""
         ...
 
     def release_kv(self) -> None:

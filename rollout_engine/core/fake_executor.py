@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from rollout_engine.base.messages import (
+    KVSave,
     ModelRunnerOutput,
     NewSequence,
     ScheduledSequence,
@@ -21,6 +22,7 @@ from rollout_engine.base.sequence_error import SequenceError
 from rollout_engine.base.thinking import ThinkingState
 from rollout_engine.core.fake_columns import fake_states, prompt_columns, with_columns
 from rollout_engine.core.fake_states import FakeKVError, FakeState, FakeStates
+from rollout_engine.core.fake_tier import FakeTransfer
 
 
 class FakeExecutor:
@@ -69,6 +71,7 @@ class FakeExecutor:
         """Slots of states, and the one of each sequence, if the model keeps any."""
         self.weights: Literal["live", "kept", "forgotten"] = "live"
         """`restore_weights` sets "live", and so do tests in place of an update."""
+        self.transfer = FakeTransfer(block_size, self._slots, self._routed, self._states)
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Run the step when its result is asked for."""
@@ -94,6 +97,8 @@ class FakeExecutor:
         for row in work.scheduled:
             if row.sequence_id in self.uncomputable:
                 raise SequenceError(row.sequence_id, "it cannot be computed")
+        self.transfer.save(work.kv_saves)
+        self.transfer.load(work.kv_loads, work.policy_version)
         self._copy_blocks(work.block_copies)
         self._check_slots(work.scheduled)
         moves = self._states.resolve(work.scheduled, self._state_slots)
@@ -117,6 +122,10 @@ class FakeExecutor:
                 output.prompt_hidden_states[index] = fake_states(prompt)
         return output
 
+    def save_kv(self, saves: list[KVSave]) -> None:
+        """Give blocks and states to the KV connector."""
+        self.transfer.save(saves)
+
     def release_kv(self) -> None:
         """Forget all KV and states."""
         self._slots.clear()
@@ -139,6 +148,7 @@ class FakeExecutor:
             if {source, destination} & written:
                 raise FakeKVError(f"the copies {copies} depend on their order beyond reading before writing")
             written.add(destination)
+            self.transfer.note_write(destination)
             for offset in range(self.block_size):
                 if (source, offset) in self._slots:
                     self._slots[destination, offset] = self._slots[source, offset]
@@ -162,6 +172,7 @@ class FakeExecutor:
             if move is not None:
                 self._states.write(move, num_done, row.num_scheduled_tokens, FakeState(digest, oldest))
             self._slots[self._slot(row, position)] = (digest, version)
+            self.transfer.note_write(self._slot(row, position)[0])
             self._mark_routed(self._slot(row, position), records)
             self.num_tokens_computed += 1
 

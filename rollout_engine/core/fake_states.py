@@ -62,6 +62,16 @@ class FakeStates:
             if num == num_tokens:
                 self._held[slot] = state
 
+    def peek(self, slot: int) -> int:
+        """The digest in a slot. Raises `FakeKVError` if it was never written."""
+        if slot not in self._held:
+            raise FakeKVError(f"state slot {slot} is saved, and was never written")
+        return self._held[slot].digest
+
+    def put(self, slot: int, state: FakeState) -> None:
+        """Write a state that was loaded."""
+        self._held[slot] = state
+
     def clear(self) -> None:
         """Forget all states."""
         self._held.clear()

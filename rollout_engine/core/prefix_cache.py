@@ -12,7 +12,7 @@ from collections.abc import Sequence
 class PrefixBlock:
     """The identity of one KV block: its own tokens after its parent's, under one policy version, space and salt."""
 
-    __slots__ = ("content", "hash", "parent", "salt", "space", "version")
+    __slots__ = ("content", "hash", "noted_serial", "parent", "salt", "space", "tier_key", "version")
 
     def __init__(
         self, parent: "PrefixBlock | None", token_ids: Sequence[int], version: int, salt: str, space: int = 0
@@ -23,6 +23,10 @@ class PrefixBlock:
         self.version = version
         self.salt, self.space = salt, space
         self.hash: bytes = block_hash(self.parent_hash, self.content, version, salt, space)
+        self.tier_key: tuple[int, bytes] = (0, b"")
+        """Its key outside of the pool, and the tier's serial number for which that holds (`core.tier`)."""
+        self.noted_serial = 0
+        """The serial number of the tier for which it was saved or loaded; 0: none."""
 
     @property
     def num_tokens(self) -> int:

@@ -39,6 +39,9 @@ def check_request(request: EngineCoreRequest, config: CoreConfig) -> None:
         check_generation(config.generates)
     else:
         check_pooling(request.pooling, config.pooling, len(request.prompt_token_ids))
+    if request.params.kv_hint == "prefetch" and not config.has_tier:
+        bound = "None, 'keep' or 'drop' for an engine without a kv_connector, from which KV could be fetched"
+        raise RequestError.for_field("kv_hint", "prefetch", bound)
     check_routing_asked(request.params.return_routed_experts, config.routing)
     if request.pictures:
         _check_pictures(request, config)

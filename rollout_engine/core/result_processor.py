@@ -80,6 +80,7 @@ class ResultProcessor:
         self._scheduler.stats.pictures.num_encoded += result.num_encoded_pictures
         self._scheduler.stats.num_tokens_sampled += sum(len(each.sequence_ids) for each in queued)
         for sequence, message in drawn.failed:
+            self._scheduler.tables.forget_outside(sequence)  # its KV may be broken
             self.end(sequence, "error", message)
         for sequence, finish in drawn.finished:
             self._ended.append(SequenceEnd(sequence.sequence_id, *finish))
@@ -95,6 +96,7 @@ class ResultProcessor:
             if sequence.ended:
                 continue
             if not np.isfinite(data).all():
+                self._scheduler.tables.forget_outside(sequence)
                 self.end(sequence, "error", BAD_STATES)
                 continue
             assert sequence.kv_min_version is not None, "its prompt is computed"
@@ -124,7 +126,7 @@ class ResultProcessor:
         while later:
             self._scheduler.rollback(later.pop())
         self._scheduler.requeue_finished(step.work)
-        self._scheduler.tables.clear_cache()  # blocks may be known into which this step was to copy
+        self._scheduler.tables.forget_contents()  # blocks may be known into which this step was to copy
 
     def _fail_request(self, step: Step, sequence: Sequence, message: str, later: deque[Step]) -> None:
         """End the request of one sequence of a step that computed nothing, and roll back that and later steps."""
@@ -133,7 +135,14 @@ class ResultProcessor:
         while later:
             self._scheduler.rollback(later.pop())
         self._scheduler.rollback(step)
-        self._scheduler.tables.clear_cache()
+        self._scheduler.tables.forget_contents()
+
+    def begin(self, request: Request) -> None:
+        """Schedule a request that is prepared. One that only prefetches has ended by that, without a token."""
+        if request.source.params.kv_hint == "prefetch":
+            self.end_request(request, "length")
+        else:
+            self._scheduler.add(request)
 
     def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End all sequences of a request, the leader last, so that no sibling has to take over."""

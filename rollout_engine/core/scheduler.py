@@ -6,12 +6,13 @@ from bisect import bisect_left, insort
 from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSequence, SchedulerOutput
 from rollout_engine.base.metrics import CoreStats
 from rollout_engine.base.pictures import end_between_pictures
-from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.micro_batches import MicroBatches
 from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.request_table import Preparation
 from rollout_engine.core.speculation import Speculator
 from rollout_engine.core.step import Step
+from rollout_engine.core.tiered_tables import TieredTables
 
 _NOTHING: list[int] = []
 """No blocks, or no drafts: no caller changes the lists of a scheduled sequence."""
@@ -32,17 +33,16 @@ class Scheduler:
     parked ones alone once no step is in flight; so when all of those have dropped their references, it needs no other.
     """
 
-    def __init__(self, tables: BlockTables, config: CoreConfig, speculator: Speculator | None = None) -> None:
+    def __init__(self, tables: TieredTables, config: CoreConfig, speculator: Speculator | None = None) -> None:
         self.tables = tables
         self._config = config
-        self.stats = CoreStats()
+        self.stats = CoreStats() if tables.tier is None else CoreStats(kv_tier=tables.tier.stats)
         self.speculator = speculator
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
         self.running: list[Sequence] = []
         self._max_num_seqs = config.max_num_seqs
-        self._micro = MicroBatches(config.num_stages) if config.num_stages > 1 else None
-        """Divides sequences among the steps in flight; None: there is one stage."""
+        self._micro = MicroBatches(config)
         self._prefill_budget = 0
         """Tokens that this step may still compute in chunks of more than one."""
         self._scored_budget = 0
@@ -67,10 +67,7 @@ class Scheduler:
         decodes = any(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence in self.running)
         self._prefill_budget = self._config.max_prefill_beside_decode if decodes else sys.maxsize
         if not num_in_flight or self._running_fit():
-            most = self._config.max_num_batched_tokens
-            if self._micro is not None:
-                queues, rows = (self.parked, self.waiting), step.work.scheduled
-                most = min(most, self._micro.begin(rows, self.running, queues, self._max_num_seqs))
+            most = self._micro.begin(step, self.running, self.parked, self.waiting)
             budget = self._schedule_running(step, most)
             if not num_in_flight or self.running:
                 budget = self._schedule_waiting(step, budget)
@@ -78,6 +75,8 @@ class Scheduler:
                 self.speculator.add_drafts(step, most - budget)
         self.tables.finish_scheduling(step.work.scheduled, step.rows)
         step.work.finished_sequence_ids += self._take_finished()
+        if self.tables.tier is not None:
+            self.tables.tier.complete(step.work)
         self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
         return step
@@ -100,6 +99,18 @@ class Scheduler:
         """Name the finished sequences of `work` again in the next step: the runner may not have released them."""
         self._finished = work.finished_sequence_ids + self._finished
 
+    def take_back(self, work: SchedulerOutput) -> None:
+        """Take back an empty step that is not submitted."""
+        self.requeue_finished(work)
+        if self.tables.tier is not None:
+            self.tables.tier.take_back(work)
+
+    def prepare(self, request: Request, other: Preparation | None) -> Preparation | None:
+        """Begin to bring the KV of a new request near. Returns a wait for that and for `other`; None if unneeded."""
+        if self.tables.tier is None or not self._may_skip(request.leader):
+            return other
+        return self.tables.tier.prepare(self.tables, request, other)
+
     def add(self, request: Request) -> None:
         """Queue the leader of a request; its other sequences follow when the prompt has been computed."""
         self._move(request.leader, self.waiting)
@@ -107,6 +118,8 @@ class Scheduler:
     def end(self, sequence: Sequence) -> None:
         """Remove an ended sequence. If it was computing the prompt, the next live sequence does so from here."""
         was_leader = sequence.queue is not None and not sequence.request.forked
+        if sequence.request.source.params.kv_hint is not None:
+            self.tables.apply_hint(sequence)
         self._reset(sequence, None)
         if self.speculator is not None:
             self.speculator.end(sequence)
@@ -179,7 +192,7 @@ class Scheduler:
         while budget and position < len(self.running):
             sequence = self.running[position]
             position += 1
-            if self._micro is not None and self._micro.leaves_out(sequence):
+            if self._micro.are_several and self._micro.leaves_out(sequence):
                 continue
             if sequence.decodes_in_place:  # most of most steps: all that `_schedule_tokens` would do for it
                 name, start, first_block = sequence.sequence_id, sequence.num_computed_tokens, sequence.num_sent_blocks
@@ -201,7 +214,7 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, budget: int) -> int:
         num_passed = 0
         while budget and len(self.running) < self._max_num_seqs:
-            parked = self.parked[:1] if self._micro is None else self._micro.first_ready(self.parked)
+            parked = self._micro.first_ready(self.parked)
             sequence = min(self.waiting[num_passed : num_passed + 1] + parked, default=None)
             if sequence is None or self._must_wait(sequence):
                 break
@@ -223,9 +236,9 @@ class Scheduler:
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether the sequence will end anyway, or the step has no budget left for its prompt."""
-        if sequence.awaits_last_token or (sequence.scores_prompt and not self._scored_budget):
+        if sequence.awaits_last_token or self._micro.is_full:
             return True
-        if self._micro is not None and self._micro.is_full:
+        if sequence.scores_prompt and not self._scored_budget:
             return True
         return not self._prefill_budget and sequence.num_tokens - sequence.num_computed_tokens > 1
 
@@ -261,10 +274,12 @@ class Scheduler:
                 return False
         return True
 
+    def _may_skip(self, sequence: Sequence) -> bool:
+        """Whether tokens of a sequence need not be computed if their KV is known."""
+        return not (sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling))
+
     def _looks_up(self, sequence: Sequence) -> bool:
-        if sequence.returns_prompt or self._config.pools_beyond_last(sequence.pooling):
-            return False
-        return sequence.queue is self.waiting and self.tables.caching
+        return sequence.queue is self.waiting and self.tables.caching and self._may_skip(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move to `running` if all its tokens fit along with the others. No running sequence loses blocks for it."""
@@ -277,6 +292,8 @@ class Scheduler:
                 return False
             self._drop_references()
         self._move(sequence, self.running)
+        if looks_up and self.tables.tier is not None:
+            self.tables.tier.load_prefix(self.tables, sequence)
         if came_without_blocks:
             self.stats.num_looked_up_tokens += sequence.num_tokens if looks_up else 0
             self.stats.num_cached_tokens += sequence.num_computed_tokens

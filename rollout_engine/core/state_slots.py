@@ -116,16 +116,21 @@ class StateSlots:
         self._num_writes -= len(sequence.state_writes)
         sequence.state_writes = ()
 
-    def publish(self, sequence: Sequence, end: int) -> None:
-        """Let others find the snapshots that completed steps wrote up to token `end`, if the prefix there is known."""
-        done = [each for each in sequence.state_writes if each[0] <= end]
+    def publish(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+        """Let others find the snapshots that completed steps wrote up to token `end`, if the prefix there is known.
+
+        Returns the slots and positions of those. No step that was scheduled by now writes the slots again.
+        """
+        found, done = [], [each for each in sequence.state_writes if each[0] <= end]
         for position, slot in done:
             index = position // self._block_size - 1
             if index < len(sequence.prefix):
                 self._snapshots.publish(slot, sequence.prefix[index])
+                found.append((slot, position))
             self._release(slot)
         sequence.state_writes = sequence.state_writes[len(done) :]
         self._num_writes -= len(done)
+        return found
 
     def publish_live(self, sequence: Sequence, identity: PrefixBlock) -> None:
         """Let others find the state of a sequence that is about to lose its slot, behind the tokens of `identity`."""
@@ -157,6 +162,17 @@ class StateSlots:
         self._pool.share(slot)
         sequence.state_slot = slot
 
+    def attach_new(self, sequence: Sequence, identity: PrefixBlock) -> int:
+        """Let `sequence` begin with a state that the step being scheduled fills in; returns its slot.
+
+        Others find it as a snapshot behind `identity`, if a slot can be spared.
+        """
+        self.release(sequence)
+        sequence.state_slot = self._allocate()
+        if self._can_spare():
+            self._snapshots.publish(sequence.state_slot, identity)
+        return sequence.state_slot
+
     def fork(self, leader: Sequence, child: Sequence) -> None:
         """Let `child` begin with the state that `leader` has now."""
         self._pool.share(leader.state_slot)
@@ -173,7 +189,11 @@ class StateSlots:
 
     def unpublish(self, sequence: Sequence) -> None:
         """Remove the snapshots of a sequence's prefix: they may be wrong."""
-        for identity in sequence.prefix:
+        self.forget_behind(sequence.prefix, sequence)
+
+    def forget_behind(self, identities: Iterable[PrefixBlock], sequence: Sequence) -> None:
+        """Remove the snapshots behind these blocks, and the one that a sequence has."""
+        for identity in identities:
             if (found := self._snapshots.find(identity)) is not None:
                 self._snapshots.forget(found[0])
         self._snapshots.forget(sequence.state_slot)

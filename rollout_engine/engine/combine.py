@@ -65,6 +65,8 @@ def metrics(results: Sequence[CoreMetrics]) -> CoreMetrics:
         state_usage=mean([each.state_usage for each in results]),
         num_state_snapshots=sum(each.num_state_snapshots for each in results),
         num_awaiting_version=sum(each.num_awaiting_version for each in results),
+        num_tier_blocks=sum(each.num_tier_blocks for each in results),
+        num_tier_bytes=sum(each.num_tier_bytes for each in results),
     )
 
 

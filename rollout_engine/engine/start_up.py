@@ -5,6 +5,7 @@ import msgspec
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
+from rollout_engine.core.tier import Tier
 from rollout_engine.engine.client import EngineInfo
 from rollout_engine.engine.step_trace import StepTrace
 from rollout_engine.execution.executor import InlineExecutor
@@ -16,10 +17,25 @@ _STATE_INTERVAL = 512
 
 def make_core(config: EngineConfig, executor: InlineExecutor) -> EngineCore:
     """Make the core over a loaded model; with `config.step_trace` its steps are written there. Raises `ConfigError`."""
-    core = EngineCore(executor, core_config(config, executor.info), prepare=executor.prepare_grammar)
+    sizes = core_config(config, executor.info)
+    core = EngineCore(executor, sizes, prepare=executor.prepare_grammar, tier=make_tier(executor))
     if config.step_trace is not None:
         core.recorders.append(StepTrace(config.step_trace, config.step_trace_bytes, config.model))
     return core
+
+
+def make_tier(executor: InlineExecutor) -> Tier | None:
+    """The core's tier over the executor's KV connector; None without one."""
+    link = executor.kv_link
+    if link is None:
+        return None
+    return Tier(
+        link,
+        block_bytes=link.layout.block_bytes,
+        state_bytes=link.layout.state_bytes,
+        weights=lambda: executor.live_digest,
+        save_now=executor.save_kv,
+    )
 
 
 def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
@@ -47,6 +63,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         state_interval=-(-_STATE_INTERVAL // info.block_size) * info.block_size,
         pictures=info.pictures,
         max_prompt_pictures=config.max_prompt_pictures,
+        has_tier=config.kv_connector is not None,
         num_stages=config.pipeline_parallel_size,
     )
 
@@ -55,12 +72,16 @@ def describe_choices(config: EngineConfig, info: ModelInfo) -> str:
     """Every choice made at start-up, in one line."""
     tokenizer = "none" if config.skip_tokenizer_init else config.tokenizer or config.model
     return (
-        f"{info.choices}, max_model_len {info.max_model_len}, max_num_seqs {config.max_num_seqs}, "
-        f"max_num_batched_tokens {config.max_num_batched_tokens}, "
+        f"{info.choices}{_describe_connector(config)}, max_model_len {info.max_model_len}, "
+        f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, "
         f"async scheduling {'on' if config.schedules_ahead else 'off'}, "
         f"speculation {'on' if info.step_seconds else 'off'}, tokenizer {tokenizer}, "
         f"end ids of the checkpoint {info.eos_token_ids}, seed {config.seed}"
     )
+
+
+def _describe_connector(config: EngineConfig) -> str:
+    return "" if config.kv_connector is None else f", KV connector {config.kv_connector}"
 
 
 def engine_info(config: EngineConfig, info: ModelInfo) -> EngineInfo:

@@ -10,10 +10,11 @@ from torch import nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
-from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
+from rollout_engine.base.messages import KVSave, ModelRunnerOutput, SchedulerOutput
 from rollout_engine.base.pictures import EncodedPictures, Picture
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.base.token_scores import TokenScores
+from rollout_engine.execution.kv_link import KVLink, make_kv_connector
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
@@ -33,16 +34,31 @@ class InlineExecutor:
         self._worker: Worker | None = worker
         self.profiler = profiler or Profiler()
         self._thread = StepThread() if async_scheduling else None
+        self.kv_link: KVLink | None = None
+        """The KV connector; None: there is none."""
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
-        worker = Worker(config)
-        return cls(
+        connector = make_kv_connector(config)
+        try:
+            worker = Worker(config)
+        except BaseException:
+            if connector is not None:
+                connector.close()
+            raise
+        executor = cls(
             worker,
             async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead,
             profiler=Profiler(config.profiler_dir),
         )
+        if connector is not None:
+            try:
+                executor.kv_link = worker.open_link(connector)
+            except BaseException:
+                executor.shutdown()
+                raise
+        return executor
 
     def watch(self, on_death: Callable[[str], object]) -> None:
         """Call `on_death` when another process that the model needs ends: there is none."""
@@ -180,6 +196,17 @@ class InlineExecutor:
         self._wait_until_idle()
         self.worker.reset_encoder_cache()
 
+    def save_kv(self, saves: list[KVSave]) -> None:
+        self._wait_until_idle()
+        self.worker.runner.save_kv(saves)
+
+    @property
+    def live_digest(self) -> str | None:
+        """Digest of the live weights, by which KV is found; None while it is not known, or they must not be used."""
+        if self._worker is None or self.updater.dirty:
+            return None
+        return self.updater.live_digest.value
+
     def release_kv(self) -> None:
         self.worker.release_kv()
 
@@ -213,6 +240,8 @@ class InlineExecutor:
         if self._thread is not None:
             self._thread.close()
         self.profiler.close()
+        if self.kv_link is not None:
+            self.kv_link.close()
         if self._worker is not None:
             self._worker.extensions.close()
             self._worker.update.close()

@@ -39,3 +39,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots of the pool of states; 0: no layer keeps any."""
     pictures: PictureInfo | None = None
     """How it takes pictures; None: it has no vision tower."""
+    kv_handshake: dict[str, str] = {}
+    """Metadata of the KV connector for the other engines of a fleet; empty without one."""

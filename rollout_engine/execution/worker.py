@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import torch
@@ -15,6 +16,8 @@ from rollout_engine.base.errors import DirtyWeightsError, RPCError, error_text
 from rollout_engine.base.user_code import UserCode
 from rollout_engine.execution.draft_worker import DraftWorker, load_draft
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
+from rollout_engine.execution.kv_layout import describe_layout
+from rollout_engine.execution.kv_link import KVLink
 from rollout_engine.execution.made_with import made_with
 from rollout_engine.execution.model_info import ModelInfo
 from rollout_engine.execution.resident_weights import ResidentWeights
@@ -23,6 +26,7 @@ from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.grammars.tokenizer_file import tokenizer_text
 from rollout_engine.grammars.vocabulary import GrammarError, Vocabulary
 from rollout_engine.kernels.memory import trim_allocator
+from rollout_engine.kv.connector import KVConnector
 from rollout_engine.model.backend import Backend
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
@@ -89,6 +93,7 @@ class Worker:
             ),
         )
         self.module, self._files = loaded.module, loaded.files
+        self._config, self._device = config, device.torch_device
         self.vocab_size, self.max_model_len = self.info.vocab_size, self.info.max_model_len
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(table, self)
@@ -164,6 +169,16 @@ class Worker:
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs. No step may be running on the host."""
         self.backend.reset_encoder_cache()
+
+    def open_link(self, connector: KVConnector) -> KVLink:
+        """Open a KV connector over the model's pools. Call it before the first step. Raises `ConfigError`."""
+        link: KVLink
+        transfer = self.runner.open_transfer(lambda key, data: link.save(key, data))
+        layout = describe_layout(self._config, self.module.config, self.backend, transfer, self._device)
+        link = KVLink(connector, str(self._config.kv_connector), layout)
+        self.info = msgspec.structs.replace(self.info, kv_handshake=link.handshake)
+        self.updater.live_digest.keep()
+        return link
 
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""

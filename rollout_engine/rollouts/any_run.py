@@ -11,7 +11,7 @@ from rollout_engine.engine.interrupts import deliver, held
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.agents.agent import as_agent
 from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
-from rollout_engine.rollouts.agents.plan import AgentPlan
+from rollout_engine.rollouts.agents.plan import AgentPlan, CollectOptions
 from rollout_engine.rollouts.agents.run import AgentRun
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, EpisodePlan, refuse_environments
@@ -19,7 +19,7 @@ from rollout_engine.rollouts.episodes.run import EpisodeRun
 from rollout_engine.rollouts.plan import RolloutArguments, prompt_tasks
 from rollout_engine.rollouts.run import RolloutRun
 from rollout_engine.telemetry.progress import ProgressBar
-from rollout_engine.text.conversations import CHAT_KEYS, ChatOptions
+from rollout_engine.text.conversations import CHAT_KEYS
 from rollout_engine.text.prompts import check_chat_arguments
 
 AnyRun: TypeAlias = RolloutRun | EpisodeRun | AgentRun
@@ -64,9 +64,11 @@ def begin_run(
     return RolloutRun(frontend, tasks, arguments.reward_fn, loop, reward_weights=weights)
 
 
-def check_for_prompts(verb: Callable[..., Any], layout: Layout, options: ChatOptions) -> None:
-    """Raise `RequestError` for these arguments if a verb that plays no environments does not take them."""
+def check_for_collect(verb: Callable[..., Any], layout: Layout, options: CollectOptions) -> None:
+    """Raise `RequestError` for these arguments if a verb that plays no environments but agents does not take them."""
     check_layout(layout)
+    if as_agent(options.get("env")) is not None:  # their plan checks the others
+        return
     refuse_environments(verb.__name__, options)
     check_chat_arguments(options, verb)
 

@@ -2,8 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -14,6 +15,10 @@ from rollout_engine.base.sampling_params import as_sampling_params
 from rollout_engine.batches.summary import RolloutBatch
 from rollout_engine.engine.interrupts import allowed, deliver, held
 from rollout_engine.faces.frontend import Frontend
+from rollout_engine.rollouts.agents.agent import Agent, as_agent
+from rollout_engine.rollouts.agents.collecting import AgentGroups, agent_tasks, collecting_plan
+from rollout_engine.rollouts.agents.episode import AgentGroup
+from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
 from rollout_engine.rollouts.groups import GroupBatcher, GroupListeners
 from rollout_engine.rollouts.journal.group_records import Recalled
 from rollout_engine.rollouts.journal.groups import GroupJournal
@@ -68,13 +73,17 @@ class RolloutCollector:
         listeners: GroupListeners,
         journal: GroupJournal,
         teachers: TeacherColumns | None = None,
+        agents: AgentGroups | None = None,
     ) -> None:
-        """`tasks`: those of the dataset, from its first row. `journal`: keeps the position, and the groups."""
+        """`tasks`: those of the dataset, from its first row. `journal`: keeps the position, and the groups.
+
+        `agents`: play the tasks; None: they are prompts.
+        """
         frontend.require_own_process()
         self._frontend, self._batcher, self._tasks, self._control = frontend, batcher, tasks, control
         self._listeners, self._layout, weights = listeners, arguments.layout, arguments.reward_weights
         self._teachers, self._journal = teachers, journal
-        self._run = RolloutRun(
+        self._run: RolloutRun | AgentGroups = agents or RolloutRun(
             frontend,
             (),
             arguments.reward_fn,
@@ -84,8 +93,10 @@ class RolloutCollector:
         )
         self._open: dict[int, GroupTask] = {}
         """Groups that were started and not delivered, with their seeds."""
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, Group | AgentGroup] = {}
         """The complete ones among them."""
+        self._digests: dict[int, list[bytes]] = {}
+        """Group -> digests of its prompt's pictures, as far as they were read."""
         self._next: deque[GroupTask] = deque()
         """Groups to start before those that the dataset has next."""
         self._problem: Exception | None = None
@@ -185,7 +196,7 @@ class RolloutCollector:
                 self._complete(group)
             if self._journal.options is not None:
                 for task, parts in self._run.take_progress(self._journal.options.progress_tokens):
-                    self._journal.note_progress(task.index, parts)
+                    self._journal.note_progress(task.index, parts, self._picture_digests(task))
 
     def _continue(self) -> None:
         """Read the dataset up to the position of an earlier process, whose open groups start next."""
@@ -215,7 +226,7 @@ class RolloutCollector:
     def _refill(self, *, waiting: bool) -> None:
         """Start as many groups as may be open."""
         while self._control.num_to_start(waiting=waiting) and self._has_next():
-            recalled = self._journal.recall(self._next[0])
+            recalled = self._journal.recall(self._next[0], partial(self._picture_digests, self._next[0]))
             try:
                 if recalled is None or recalled.output is None:
                     task = self._run.start(self._next[0], [] if recalled is None else recalled.parts)
@@ -231,6 +242,13 @@ class RolloutCollector:
             self._journal.note_start(task, row_digest(task), recalled=recalled is not None)
             if recalled is not None and recalled.output is not None:
                 self._recall(task, recalled, recalled.output)
+
+    def _picture_digests(self, task: GroupTask) -> list[bytes]:
+        """Digests of the pictures of a prompt, which are read once."""
+        known = self._digests.get(task.index)
+        if known is None:
+            known = self._digests[task.index] = [each.picture.digest for each in pictures_of(self._frontend, task)]
+        return known
 
     def _recall(self, task: GroupTask, recalled: Recalled, output: RequestOutput) -> None:
         """Take a group whose samples an earlier process had, and perhaps its rewards."""
@@ -250,12 +268,12 @@ class RolloutCollector:
             self._next.extend([] if task is None else [task])
         return bool(self._next)
 
-    def _complete(self, group: Group) -> None:
+    def _complete(self, group: Group | AgentGroup) -> None:
         self._note_complete(group)
         self._batcher.tell(self._listeners, group, self._layout)
-        self._journal.note_completion(group.index, group.rewards)
+        self._journal.note_completion(group.index, group.rewards if isinstance(group, Group) else None)
 
-    def _note_complete(self, group: Group) -> None:
+    def _note_complete(self, group: Group | AgentGroup) -> None:
         self._groups[group.index] = group
         self._control.note_completion(group.index, group.oldest_version)
 
@@ -268,7 +286,8 @@ class RolloutCollector:
         self._batcher.count_staleness(groups)
         for group in groups:
             del self._groups[group.index], self._open[group.index]
-        num_dropped = sum(group.output.num_dropped for group in groups)
+            self._digests.pop(group.index, None)
+        num_dropped = sum(group.output.num_dropped for group in groups if isinstance(group, Group))
         self._journal.deliver(sorted(indexes), num_pending=self._control.num_pending, num_dropped=num_dropped)
         try:
             self._refill(waiting=False)
@@ -297,11 +316,17 @@ def open_collector(
     listeners: GroupListeners,
     journal: Any,
     teachers: TeacherColumns | None,
+    gateway: Callable[..., AgentGateway],
 ) -> RolloutCollector:
-    """Make a collector over a dataset, `arguments.prompts`. `journal`: that of `RolloutPolicy.collect`.
+    """Make a collector over a dataset, `arguments.prompts`, or over the tasks of an agent.
 
-    Raises `RequestError` for arguments that do not fit, and for a journal that cannot be used or holds another run.
+    `journal`: that of `RolloutPolicy.collect`; `gateway`: `RolloutPolicy.gateway`. Raises `RequestError` for arguments
+    that do not fit, and for a journal that cannot be used or holds another run.
     """
+    agent = as_agent(arguments.options.get("env"))
+    if agent is not None:
+        _refuse_journal(journal)
+        return _open_agent_collector(frontend, batcher, arguments, control, listeners, teachers, agent, gateway)
     if teachers is not None:
         teachers.check([as_sampling_params(arguments.sampling_params)], None)
     row_tasks(arguments)  # checks them before the journal is opened
@@ -312,6 +337,34 @@ def open_collector(
     except BaseException:
         groups.close()
         raise
+
+
+def _open_agent_collector(
+    frontend: Frontend,
+    batcher: GroupBatcher,
+    arguments: RolloutArguments,
+    control: StalenessControl,
+    listeners: GroupListeners,
+    teachers: TeacherColumns | None,
+    agent: Agent,
+    gateway: Callable[..., AgentGateway],
+) -> RolloutCollector:
+    plan = collecting_plan(frontend, arguments, agent)
+    if teachers is not None:
+        teachers.refuse_prompts("Agents have prompts of their own.")
+        teachers.check([plan.params], {})
+    options = {name: value for name, value in arguments.options.items() if name != "env"} | {"env": agent.name}
+    shown = msgspec.structs.replace(arguments, seed=plan.seed, sampling_params=plan.params, options=options)
+    groups, _ = open_group_journal(frontend, shown, None)
+    agents = AgentGroups(plan, gateway, most_failed=control.groups_per_batch)
+    tasks = agent_tasks(arguments.prompts, plan)
+    return RolloutCollector(frontend, batcher, arguments, tasks, control, listeners, groups, teachers, agents)
+
+
+def _refuse_journal(journal: Any) -> None:
+    if journal is not None:
+        hint = "A program cannot be continued in its middle: collector.state_dict() begins groups in flight anew."
+        raise RequestError.for_field("journal", journal, "absent with env=Agent(...)", hint)
 
 
 def staleness_control(groups_per_batch: Any, max_staleness: Any, max_in_flight: Any) -> StalenessControl:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rollout_engine.base.errors import RequestError
+from rollout_engine.base.errors import LifecycleError, RequestError
 from rollout_engine.base.sampling_params import SamplingLike, as_sampling_params
 from rollout_engine.batches.rollout_batch import Layout
 from rollout_engine.batches.summary import RolloutBatch
@@ -64,6 +64,11 @@ class GatewaySession:
         return self._session.is_deleted
 
     @property
+    def ended_by(self) -> str | None:
+        """Why it takes no more requests: "seconds", "tokens", "bytes", "turns" or "policy_version"; None: it does."""
+        return self._session.ended_by(time.monotonic())
+
+    @property
     def total_reward(self) -> float | None:
         """The session's reward; None: not set."""
         return self._session.reward
@@ -87,6 +92,7 @@ class Gateway:
         self._batcher = GroupBatcher(policy.frontend)
         self._server = HttpServer(policy, options).start()
         self._sessions = self._server.app.served.sessions
+        self._is_closed = False
         self.options = options
         """Those of its server; `api_key` and `admin_key` were drawn unless given."""
 
@@ -102,6 +108,7 @@ class Gateway:
         sampling_params: SamplingLike | None = None,
         seconds: float | None = None,
         tokens: int | None = None,
+        pin_version: bool = False,
     ) -> GatewaySession:
         """Make a session for one run of an agent.
 
@@ -110,13 +117,21 @@ class Gateway:
             sampling_params: params of every request in place of the gateway's, over those that the agent asks for. With
                 a seed, request k is drawn as turn k of an episode with that seed.
             seconds, tokens: bounds below those of the server.
+            pin_version: whether all answers are to be of the policy version that is live when the first request
+                arrives. A weight update ends the session: its requests are refused, and the one that runs ends with the
+                tokens it has.
 
-        Raises `RequestError` for bounds beyond the server's, and `RetryableError` at `max_sessions`.
+        Raises `RequestError` for bounds beyond the server's, `RetryableError` at `max_sessions` and
+        `all_sessions_bytes`, and `LifecycleError` once the gateway is closed.
         """
+        if self._is_closed:
+            what = f"This gateway is closed: no server answers at {self.url}, so no agent could use a new session"
+            raise LifecycleError(f"{what}. Make another one by policy.gateway(); the rows so far can still be read.")
         self._sessions.end_late()
         now, registry = time.monotonic(), self._sessions.registry
         sampling = self._sampling if sampling_params is None else forced_fields(sampling_params)
-        made = registry.create(now=now, group_id=group_id, sampling=sampling, seconds=seconds, tokens=tokens)
+        options: Any = {"seconds": seconds, "tokens": tokens, "pin_version": pin_version}
+        made = registry.create(now=now, group_id=group_id, sampling=sampling, **options)
         return GatewaySession(self, made, self.url)
 
     def batch(
@@ -157,6 +172,7 @@ class Gateway:
 
     def close(self) -> None:
         """Stop the server. Its sessions stay readable here. May be called again."""
+        self._is_closed = True
         self._server.__exit__(None, None, None)
 
     def __enter__(self) -> Self:

@@ -49,6 +49,7 @@ _DRAWS_THE_SAME = {
     "return_support",
     "entropy",
     "return_hidden_states",
+    "kv_hint",
 }
 """Fields of `SamplingParams` that set the number of samples, the returned values, or when a sample may begin."""
 

@@ -28,7 +28,8 @@ from rollout_engine.faces.llm_engine import LLMEngine
 from rollout_engine.faces.replica_methods import ReplicaMethods
 from rollout_engine.faces.rollout_service import RolloutService
 from rollout_engine.faces.verb_methods import BlockingVerbs, Face
-from rollout_engine.rollouts.any_run import begin_run, check_for_prompts, run_to_end, tell_once
+from rollout_engine.rollouts.agents.plan import CollectOptions
+from rollout_engine.rollouts.any_run import begin_run, check_for_collect, run_to_end, tell_once
 from rollout_engine.rollouts.collector import RolloutCollector, open_collector, staleness_control
 from rollout_engine.rollouts.distributions import DistributionMethods
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
@@ -46,7 +47,6 @@ from rollout_engine.rollouts.picture_features import PictureFeatureMethods
 from rollout_engine.rollouts.plan import Columns, RolloutArguments, as_int
 from rollout_engine.rollouts.scores import score_rollout
 from rollout_engine.rollouts.teachers import Teacher, TeacherColumns, TopK, with_teachers
-from rollout_engine.text.conversations import ChatOptions
 
 _ALONE = (1, "processes", None)
 """`num_replicas`, `placement` and `ray_address` of an engine in this process."""
@@ -249,7 +249,7 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
         teacher_top_k: TopK = None,
         layout: Layout = "padded",
         journal: str | os.PathLike[str] | JournalOptions | None = None,
-        **chat: Unpack[ChatOptions],
+        **options: Unpack[CollectOptions],
     ) -> RolloutCollector:
         """Return an iterator over batches of finished groups, which keeps unfinished ones in flight between batches.
 
@@ -273,21 +273,21 @@ class RolloutPolicy(GatewayMethods, PictureFeatureMethods, ReplicaMethods, Distr
                 take. A group that is too old nevertheless, after several updates at once, is aborted and started again
                 with the same seeds (`stats.num_regenerated`). 0: every token is of the live weights, and nothing runs
                 while the trainer works. None: no bound.
-            max_in_flight: groups that run at once; None: all that `max_staleness` lets start, or without a bound twice
-                `groups_per_batch`.
+            max_in_flight: groups that run at once; None: all that may start, without a bound 2 * `groups_per_batch`.
             on_group, log_to, teachers, teacher_top_k: as in `rollout`; rewards and teachers are awaited by `next`.
             journal: a directory that keeps the run: the same call continues it in another process (docs/durable.md).
+            options: `ChatOptions`, or `CollectOptions` of agents, whose tasks the dataset has (docs/agents.md).
         The other arguments are those of `rollout`. Raises `RequestError` for arguments that do not fit; `next` raises
         the errors of `rollout`, except that groups cut short by an abort are started again.
         """
-        check_for_prompts(self.collect, layout, chat)
+        check_for_collect(self.collect, layout, options)
         self.frontend.ensure_loras(lora_request)
         given = (dataset, sampling_params, num_samples, None, reward_fn, reward_weights, seed, layout, oversample)
-        columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, chat)
-        arguments = RolloutArguments(*given, None, lora_request, chat, columns_of)
+        columns_of = TeacherColumns.of(self.frontend, teachers, teacher_top_k, options)
+        arguments = RolloutArguments(*given, None, lora_request, options, columns_of)
         control = staleness_control(groups_per_batch, max_staleness, max_in_flight)
-        listeners = self._listeners(on_group, log_to, lora_request)
-        return open_collector(self.frontend, self._batcher, arguments, control, listeners, journal, columns_of)
+        more = self._listeners(on_group, log_to, lora_request), journal, columns_of, self.gateway
+        return open_collector(self.frontend, self._batcher, arguments, control, *more)
 
     def evaluate(
         self,

@@ -24,7 +24,7 @@ class StalenessControl:
 
         Without either bound, `2 * groups_per_batch` run at once.
         """
-        self._groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
+        self.groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
         unbounded = max_in_flight is None and max_staleness is None
         self._max_in_flight = 2 * groups_per_batch if unbounded else max_in_flight
         self.running: dict[int, int] = {}
@@ -59,9 +59,9 @@ class StalenessControl:
     def num_to_start(self, *, waiting: bool) -> int:
         """Count the groups that may start now. `waiting`: the trainer waits for a batch; else it makes a version."""
         if self._max_staleness is None:
-            num_open = (self._max_in_flight or 0) + self._groups_per_batch
+            num_open = (self._max_in_flight or 0) + self.groups_per_batch
         else:
-            num_open = max(self._max_staleness + 1 - self._num_pending, int(waiting)) * self._groups_per_batch
+            num_open = max(self._max_staleness + 1 - self._num_pending, int(waiting)) * self.groups_per_batch
         room = num_open - len(self.running) - len(self.complete)
         if self._max_in_flight is not None:
             room = min(room, self._max_in_flight - len(self.running))
@@ -87,7 +87,7 @@ class StalenessControl:
 
         `is_last`: nothing else will start, so that the remaining groups make a smaller batch.
         """
-        size = self._groups_per_batch
+        size = self.groups_per_batch
         if is_last and not self.running:
             size = min(size, len(self.complete))
         oldest_first = sorted(self.complete, key=lambda index: (self.complete[index], index))
@@ -109,6 +109,6 @@ class StalenessControl:
         left = [*self.running.values(), *(version for index, version in self.complete.items() if index not in taken)]
         for place, oldest in enumerate(sorted(left)):
             batches_in_time = oldest + self._max_staleness - self._version - self._num_pending
-            if place >= batches_in_time * self._groups_per_batch:
+            if place >= batches_in_time * self.groups_per_batch:
                 return True
         return False

@@ -30,6 +30,13 @@ _MOST_VALUES, _MOST_COMMAS = 1 << 18, 1 << 23
 a microsecond and a hundred bytes for an array, a tenth of that for a number."""
 _SCORED_PROMPTS = frozenset(("prompt_logprob_token_ids", "prompt_logprob_start", "prompt_logprobs"))
 """Sampling parameters that are given next to `sampling_params` by mistake."""
+_EXAMPLES = {
+    "max_tokens": '"max_tokens": 1024',
+    "messages": '"messages": [{"role": "user", "content": "Hello"}]',
+    "input": '"input": "Hello"',
+    "reward": '"reward": 1.0',
+}
+"""Fields that a body may have to have -> how they are given."""
 
 
 class OpenBytes:
@@ -145,7 +152,9 @@ def _reword(kind: type[Any], field: str, fields: Mapping[str, Any], misfit: Misf
     Other errors, such as a broken bound, are returned as they are.
     """
     if misfit.missing:
-        return f"{'.'.join(filter(None, (misfit.path, misfit.missing)))} is missing."
+        place = ".".join(filter(None, (misfit.path, misfit.missing)))
+        example = _EXAMPLES.get(place)
+        return f"{place} is missing." if example is None else f"{place} is missing: give it, for example {example}."
     if misfit.is_unknown_word and field in fields:
         return refused(field, fields[field], allowed_words(get_type_hints(kind)[field], 0))
     if not misfit.got:

@@ -84,7 +84,11 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     session_tokens: Positive | None = None
     """Token ids of one session: its prompts, shared prefixes once, and its answers. None: no bound."""
     session_bytes: Positive = 256 << 20
-    """Approximate memory of one session."""
+    """Approximate memory of one session: messages, ids, columns of samples, pictures, the ids of all its rows, and
+    answers that are kept for copies of requests. A request that needs more is answered 403."""
+    all_sessions_bytes: Positive = 16 << 30
+    """The same of all sessions together. A request that needs more, and a new session, is answered 503: there is room
+    again once sessions are deleted."""
     session_turns: Positive = 4_096
     """Answers of one session."""
     session_retry_seconds: Seconds = 60.0

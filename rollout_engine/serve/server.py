@@ -30,14 +30,11 @@ class HttpServer:
         self.app = App(engine, options)
         self.options = self.app.served.options
         self._socket = _listening(self.options)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        """Its URL, for example "http://127.0.0.1:8000"; once it has stopped, no server answers there."""
         self._server = _uvicorn(self.app)
         self._thread: threading.Thread | None = None
-
-    @property
-    def url(self) -> str:
-        """Its URL, for example "http://127.0.0.1:8000"."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> None:
         """Serve until SIGTERM or Ctrl-C, which let open requests end first, or until `stop`."""

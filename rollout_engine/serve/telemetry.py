@@ -1,15 +1,18 @@
 """Metrics for Prometheus, and profiles of the engine."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
+from rollout_engine.sessions.registry import Sessions
 from rollout_engine.telemetry.peer_metrics import sglang_families, vllm_families
-from rollout_engine.telemetry.prometheus import as_text, own_families
+from rollout_engine.telemetry.prometheus import Labels, as_text, counters, gauge, own_families
 
 _ACTIVITIES = {"CPU", "GPU", "CUDA"}
 
@@ -27,10 +30,24 @@ async def metrics(served: Served, asked: Asked) -> Reply:
     }
     families = [
         *own_families(found, {"engine": "0"}),
+        *(_session_families(served.sessions.registry, {"engine": "0"}) if served.sessions.are_on else ()),
         *vllm_families(found, model, cache),
         *sglang_families(found, model),
     ]
     return Reply(as_text(families), content_type=CONTENT_TYPE_LATEST)
+
+
+def _session_families(sessions: Sessions, labels: Labels) -> Iterator[Metric]:
+    """The metrics of sessions of agents."""
+    memory = sessions.memory
+    for name, text, value in (
+        ("sessions", "Sessions that are kept.", len(sessions)),
+        ("sessions_bytes", "Approximate memory of all of them.", memory.num_bytes),
+        ("sessions_bytes_limit", "Its bound, all_sessions_bytes.", memory.most),
+    ):
+        yield gauge(f"rollout_engine_{name}", text, value, labels)
+    refused = sorted(sessions.num_refused.items())
+    yield counters("rollout_engine_session_requests_refused", "Refused for a bound.", "bound", refused, labels)
 
 
 _REFUSED: dict[str, str] = {

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.sampling_params import SamplingParams
+from rollout_engine.sessions.memory import BYTES_OF_NODE
 from rollout_engine.sessions.messages import Key, Messages, is_answer, keys_of, without_thinking
-
-BYTES_OF_NODE = 512
-"""Memory of a node and of its message, apart from its text."""
+from rollout_engine.sessions.pictures import place_after
 
 
 class Node:
@@ -64,6 +64,7 @@ class Turn:
             "number",
             "origin",
             "own_ids",
+            "own_pictures",
             "params",
         ),
         *("parent", "said", "sample", "shown"),
@@ -85,6 +86,8 @@ class Turn:
         """The turn whose ids its prompt continues."""
         self.origin, self.began = origin, began
         """Turn of the row that its row branches from, and why it would begin a row."""
+        self.own_pictures: list[PlacedPicture] = []
+        """Pictures at positions in `own_ids`."""
         self.children: list[Turn] = []
         """Turns that continue it, in the order of their ends: the first is in the same row."""
         self.new_messages: Messages = []
@@ -120,6 +123,14 @@ class Turn:
             ids += turn.own_ids
             ids += turn.sample.token_ids if turn is not self else ()
         return ids
+
+    def prompt_pictures(self) -> list[PlacedPicture]:
+        """The pictures of its prompt, at positions in this."""
+        found, start = list[PlacedPicture](), 0
+        for turn in self.chain():
+            found = place_after(found, turn.own_pictures, start)
+            start += len(turn.own_ids) + len(turn.sample.token_ids)
+        return found
 
     def token_ids(self) -> list[int]:
         """Token ids of prompt and answer."""

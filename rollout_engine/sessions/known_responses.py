@@ -2,7 +2,9 @@
 
 from typing import Any
 
-_MOST_RESPONSES, _MOST_CHARS = 1024, 1 << 24
+from rollout_engine.sessions.memory import BYTES_OF_REFERENCE, Memory, bytes_of_value
+
+_MOST_RESPONSES, _MOST_BYTES = 1024, 1 << 25
 
 
 class KnownResponses:
@@ -11,9 +13,12 @@ class KnownResponses:
     Conversations share their earlier messages, so that each adds only its new ones.
     """
 
-    def __init__(self, most: int = _MOST_RESPONSES, most_chars: int = _MOST_CHARS) -> None:
-        """`most_chars`: of the messages that responses have added."""
-        self._most, self._most_chars, self._num_chars = most, most_chars, 0
+    def __init__(
+        self, most: int = _MOST_RESPONSES, most_bytes: int = _MOST_BYTES, memory: Memory | None = None
+    ) -> None:
+        """`most_bytes`: of the messages that responses have added. `memory`: counts them; None: it does not matter."""
+        self._most, self._most_bytes, self._num_bytes = most, most_bytes, 0
+        self._memory = Memory.without_bound() if memory is None else memory
         self._known: dict[str, tuple[list[Any], int]] = {}
 
     def __len__(self) -> int:
@@ -26,17 +31,12 @@ class KnownResponses:
 
     def add(self, response_id: str, earlier: list[Any], new: list[Any]) -> None:
         """Remember a response: `earlier` messages, which another one may share, and its `new` ones."""
-        size = _count_chars(new)
+        size = bytes_of_value(new) + BYTES_OF_REFERENCE * len(earlier)
         self._known[response_id] = [*earlier, *new], size
-        self._num_chars += size
-        while len(self._known) > self._most or (self._num_chars > self._most_chars and self._known):
-            self._num_chars -= self._known.pop(next(iter(self._known)))[1]
+        self._count(size)
+        while len(self._known) > self._most or (self._num_bytes > self._most_bytes and self._known):
+            self._count(-self._known.pop(next(iter(self._known)))[1])
 
-
-def _count_chars(value: Any) -> int:
-    """Characters of all texts in lists and objects."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + _count_chars(each) for key, each in value.items())
-    return sum(map(_count_chars, value)) if isinstance(value, list) else 0
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._memory.add(num_bytes)

@@ -2,7 +2,8 @@
 
 Equal are: text given as one part and as a string, arguments of calls with other key order, spacing or a 1.0 for a 1,
 other ids of tool calls that are renamed consistently, null or empty fields and absent ones. Text is compared to the
-letter. Of an assistant's message only text, thinking and calls are compared: clients add fields of their own.
+letter, pictures by the arrays that the model gets. Of an assistant's message only text, thinking and calls are
+compared: clients add fields of their own.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import Picture
 
 Messages: TypeAlias = list[dict[str, Any]]
 Key: TypeAlias = bytes
@@ -79,7 +81,15 @@ def _text(content: Any) -> Any:
     """Text, or a list of several parts; None as ""."""
     if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
         return content[0]["text"]
+    if isinstance(content, list):
+        content = [_picture(each) for each in content]
     return "" if content is None or content == [] else content
+
+
+def _picture(part: Any) -> Any:
+    """A part of content, a picture by its digest."""
+    image = part.get("image") if isinstance(part, Mapping) else None
+    return {"type": "image", "digest": image.digest.hex()} if isinstance(image, Picture) else part
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:

@@ -4,13 +4,15 @@ import heapq
 import hmac
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from rollout_engine.base.errors import RequestError, RetryableError
 from rollout_engine.sessions.errors import SessionNotFoundError
 from rollout_engine.sessions.limits import SessionLimits
-from rollout_engine.sessions.session import Session
+from rollout_engine.sessions.memory import Memory
+from rollout_engine.sessions.session import Session, refuse_total
 
 _ID_BYTES, _KEY_BYTES = 16, 32
 _GROUP_IDS = 1 << 62
@@ -21,13 +23,17 @@ _NO_KEY = secrets.token_urlsafe(_KEY_BYTES)
 class Sessions:
     """Sessions by their ids, which cannot be guessed."""
 
-    def __init__(self, max_sessions: int, limits: SessionLimits) -> None:
-        """`limits`: of each session; it may be given fewer seconds and tokens."""
+    def __init__(self, max_sessions: int, limits: SessionLimits, most_bytes: int = 1 << 62) -> None:
+        """`limits`: of each session; it may be given fewer seconds and tokens. `most_bytes`: of all together."""
         self._max_sessions, self._limits = max_sessions, limits
+        self.memory = Memory(most_bytes)
+        """Approximate memory of all sessions."""
         self._sessions: dict[str, Session] = {}
         self._late: list[tuple[float, str]] = []
         """A heap of (when a session is deleted at the latest, its id)."""
         self._lock = threading.Lock()
+        self.num_refused: Counter[str] = Counter()
+        """Requests of agents that were refused, by the bound: as `Session.ended_by`, or "all bytes"."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -40,8 +46,15 @@ class Sessions:
         sampling: Mapping[str, Any] | None = None,
         seconds: float | None = None,
         tokens: int | None = None,
+        pin_version: bool = False,
     ) -> Session:
-        """Make a session. Raises `RequestError` for bounds above the server's, `RetryableError` at `max_sessions`."""
+        """Make a session.
+
+        Raises `RequestError` for bounds above the server's, `RetryableError` at `max_sessions` and `most_bytes`.
+        """
+        if self.memory.is_full:
+            self.note_refusal("all bytes")
+            raise refuse_total(self.memory)
         limits = self._limits
         if isinstance(group_id, int) and not -_GROUP_IDS <= group_id < _GROUP_IDS:
             raise RequestError.for_field(
@@ -60,6 +73,9 @@ class Sessions:
             now=now,
             group_id=group_id,
             sampling=sampling,
+            pin_version=pin_version,
+            total=self.memory,
+            on_refuse=self.note_refusal,
         )
         with self._lock:
             if len(self._sessions) >= self._max_sessions:
@@ -68,6 +84,11 @@ class Sessions:
             self._sessions[made.id] = made
             heapq.heappush(self._late, (made.ends_at + limits.seconds, made.id))
         return made
+
+    def note_refusal(self, bound: str) -> None:
+        """Count a request that was refused for a bound."""
+        with self._lock:
+            self.num_refused[bound] += 1
 
     def find(self, session_id: str) -> Session:
         """The session of an id. Raises `SessionNotFoundError`."""

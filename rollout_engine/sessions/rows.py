@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.outputs import CompletionOutput
+from rollout_engine.base.pictures import PlacedPicture
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.sessions.forest import Turn
+from rollout_engine.sessions.pictures import place_after
 
 
 class SessionRow(msgspec.Struct):
@@ -46,10 +48,14 @@ class SessionRow(msgspec.Struct):
     """The sampling params of each answer."""
     adapters: list[str | None] = []
     """The adapter of each answer; None: the base model alone."""
+    pictures: list[PlacedPicture] = []
+    """At positions in prompt and response together."""
 
     def add(self, turn: Turn) -> None:
         """Append a turn's answer, and the context before it unless the row begins with it."""
         if self.samples:
+            start = len(self.prompt_token_ids) + len(self.response)
+            self.pictures = place_after(self.pictures, turn.own_pictures, start)
             self._append(turn.own_ids, -1)
         self.samples.append((len(self.response), turn.sample))
         self._append(turn.sample.token_ids, turn.number)
@@ -76,7 +82,7 @@ def make_rows(session_id: str, turns: Sequence[Turn], reward: float | None, own:
             origin = parent or turn.origin
             before = None if origin is None else row_of[origin]
             row = SessionRow(session_id, len(rows), -1 if before is None else before.row, turn.began, [])
-            row.prompt_token_ids = turn.prompt_token_ids()
+            row.prompt_token_ids, row.pictures = turn.prompt_token_ids(), turn.prompt_pictures()
             if before is not None:
                 row.num_shared = _num_equal(row.prompt_token_ids, [*before.prompt_token_ids, *before.response])
             rows.append(row)

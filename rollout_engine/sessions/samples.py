@@ -7,13 +7,12 @@ import msgspec
 import numpy as np
 
 from rollout_engine.base.outputs import CompletionOutput, VersionSpan
+from rollout_engine.sessions.memory import BYTES_OF_ID
 
 _COLUMNS = (
     *("logprobs", "kept_logprob_mass", "sampled_ranks", "token_id_logprobs", "routed_experts", "entropies"),
     *("hidden_states", "forced"),
 )
-BYTES_OF_ID = 40
-"""Memory of a token id in a list: a reference, and an int of its own at most."""
 
 
 def join_parts(parts: Sequence[CompletionOutput]) -> CompletionOutput:

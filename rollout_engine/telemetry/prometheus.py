@@ -153,6 +153,8 @@ def _core_gauges(core: CoreMetrics) -> Values:
         ("state_slots", "Slots for states of sequences, 0 if the model's layers keep none.", core.num_state_slots),
         ("state_usage_ratio", "Those referenced by live requests / all.", core.state_usage),
         ("state_snapshots", "States that are kept to be found again.", core.num_state_snapshots),
+        ("kv_connector_blocks", "KV blocks and states that the connector holds.", core.num_tier_blocks),
+        ("kv_connector_bytes", "Bytes of these, where engines share them counted for each.", core.num_tier_bytes),
         ("policy_version", "Version of the live weights.", core.policy_version),
         ("running", "1 where requests may compute, 0 while paused, asleep or dirty.", core.state == "RUNNING"),
     ]
@@ -185,6 +187,15 @@ def _core_counters(metrics: CoreMetrics) -> Values:
         ("picture_bytes_received", "Bytes of these arrays.", core.pictures.num_received_bytes),
         ("picture_cache_hits", "Pictures that the engine's process had already.", core.pictures.num_hits),
         ("pictures_encoded", "Pictures that went through the vision tower.", core.pictures.num_encoded),
+        ("kv_loaded", "KV blocks and states loaded from the connector.", core.kv_tier.num_loaded),
+        ("kv_loaded_tokens", "Tokens of these blocks, which were not computed.", core.kv_tier.num_loaded_tokens),
+        ("kv_missed", "Lookups that the connector's blocks served in part or not at all.", core.kv_tier.num_missed),
+        ("kv_saved", "KV blocks and states handed to the connector.", core.kv_tier.num_saved),
+        ("kv_refused", "Those that were found damaged or foreign.", core.kv_tier.num_refused),
+        ("kv_dropped", "Saves that the connector gave up.", core.kv_tier.num_dropped),
+        ("kv_failures", "Calls of the connector that raised or hung.", core.kv_tier.num_failures),
+        ("kv_load_seconds", "Seconds in which steps waited for loads.", core.kv_tier.load_seconds),
+        ("kv_save_seconds", "Seconds spent handing blocks over.", core.kv_tier.save_seconds),
     ]
 
 

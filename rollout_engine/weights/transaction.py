@@ -32,6 +32,7 @@ from rollout_engine.weights.changed_share import ChangedShare
 from rollout_engine.weights.held_weights import HeldWeights, WeightHolder
 from rollout_engine.weights.known_weights import KnownWeights
 from rollout_engine.weights.lazy_tensors import LazyTensors
+from rollout_engine.weights.live_digest import LiveDigest
 from rollout_engine.weights.manifest_checks import ManifestChecks, check_version
 from rollout_engine.weights.staged_update import StagedUpdate
 from sync import errors
@@ -87,6 +88,7 @@ class WeightUpdater:
         """The weights must not be used: an update ended half-way, or is under way in place, or they were released."""
         self.forgotten = False
         """They were released, and no complete update has followed."""
+        self.live_digest = LiveDigest(self.digest, checks.canonical)
 
     @classmethod
     def of(
@@ -258,6 +260,7 @@ class WeightUpdater:
         if version not in (None, manifest.version):
             raise LifecycleError(f"commit: version {version} is not open, version {manifest.version} is.")
         self.dirty = True
+        self.live_digest.forget()
         try:
             self.weights.commit(lacking=update.lacking)
         except Exception as problem:
@@ -301,7 +304,8 @@ class WeightUpdater:
         except Exception as problem:
             self.dirty = True
             raise _half_way(update.manifest, problem) from problem
-        return self.digest() if update.options.partial else found
+        self.live_digest.confirm({} if update.options.partial else update.specs | specs)
+        return self.live_digest.value or self.digest() if update.options.partial else found
 
     def abort(self) -> None:
         """Discard the staged tensors. No-op when nothing is open. After writes in place `dirty` stays set."""
@@ -313,6 +317,8 @@ class WeightUpdater:
         assert self._open is None, "the weights of an open update are released"
         self.weights.release()
         self.dirty |= forget
+        if forget:
+            self.live_digest.forget()
         self.forgotten |= forget
         if forget and self._changes is not None:
             self._changes.forget()

@@ -358,3 +358,8 @@ def get_core_metrics(engine):
 @scenario(refused_in="paused asleep dirty frozen", verb="generate")
 def require_running(engine):
     return call(engine, "require_running", verb="generate")
+
+
+@scenario()
+def meet_kv_peers(engine):
+    return call(engine, "meet_kv_peers", peers=[{"name": "another"}])  # without a connector nothing meets it

@@ -53,6 +53,7 @@ UNSEEN = {
     "check_integrity": "it changes nothing and returns nothing",
     "add_kept_samples": "these engines draft nothing, so that they keep none",
     "get_kept_samples": "these engines draft nothing, so that they keep none",
+    "meet_kv_peers": "these engines have no KV connector",
     "reset_mm_cache": "it changes no result and returns nothing",
     "reset_encoder_cache": "it changes no result and returns nothing",
 }

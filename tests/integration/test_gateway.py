@@ -1,6 +1,8 @@
 """The gateway: scripted agents over HTTP, and the rows of their sessions as a batch, token by token."""
 
 import asyncio
+import threading
+import time
 from collections import Counter
 
 import httpx2
@@ -8,8 +10,8 @@ import numpy as np
 import openai
 import pytest
 
-from rollout_engine import RolloutPolicy, SamplingParams, exact
-from rollout_engine.base.errors import ConfigError, RequestError
+from rollout_engine import Agent, RolloutPolicy, SamplingParams, exact
+from rollout_engine.base.errors import ConfigError, LifecycleError, RequestError
 from rollout_engine.batches import advantages
 from rollout_engine.serve.app import App
 from rollout_engine.serve.options import ServeOptions
@@ -146,6 +148,118 @@ def test_an_update_during_a_session_shows_in_its_versions(checkpoint):
         versions = batch["policy_version"][batch["masks", "all_assistant_mask"]].tolist()
         assert sorted(set(versions)) == [0, 1] and list(batch["began"]) == ["start"]
         assert exact.check(batch, model=exact.enable(tiny_model(seed=1))).num_tokens >= 1
+
+
+def post(session, messages, **more):
+    url, headers = f"{session.openai_base_url}/chat/completions", {"x-api-key": session.api_key}
+    return httpx2.post(url, json={"messages": messages, "max_tokens": 4, **more}, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def updated(checkpoint):
+    """A policy whose weights tests replace, and its gateway."""
+    with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS) as policy, policy.gateway() as gateway:
+        yield policy, gateway
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true"
+        time.sleep(0.002)
+
+
+def test_a_session_may_keep_one_policy_version(updated):
+    policy, gateway = updated
+    session, other, unused = gateway.session(pin_version=True), gateway.session(), gateway.session(pin_version=True)
+    before = policy.policy_version
+    messages = [*HELLO, post(session, HELLO).json()["choices"][0]["message"], *HELLO]
+    post(other, HELLO)
+    assert post(session, messages, policy_version=before + 7).status_code == 200, "the session decides"
+    policy.update_weights(tiny_model(seed=before + 1))
+    refused = post(session, messages, seed=1)
+    assert refused.status_code == 403
+    assert f"policy version {before}, and version {before + 1} is live" in refused.json()["error"]["message"]
+    assert session.ended_by == "policy_version" and other.ended_by is None
+    assert post(other, messages, seed=1).status_code == post(unused, HELLO).status_code == 200
+    batch = gateway.batch([session, unused])
+    sampled = batch["masks", "all_assistant_mask"]
+    versions = [set(row[mask].tolist()) for row, mask in zip(batch["policy_version"], sampled, strict=True)]
+    assert versions[-1] == {before + 1} and set.union(*versions[:-1]) == {before}
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "messages"])
+def test_an_update_ends_the_answer_of_a_session_that_keeps_its_version(updated, api):
+    policy, gateway = updated
+    session, before, found = gateway.session(pin_version=True), policy.policy_version, []
+    body = {"messages": HELLO, "max_tokens": 900, "ignore_eos": True}
+    headers = {"x-api-key": session.api_key}
+    url = f"{session.openai_base_url}/{api}"
+    thread = threading.Thread(target=lambda: found.append(httpx2.post(url, json=body, headers=headers, timeout=60)))
+    thread.start()
+    wait_until(lambda: policy.get_metrics().core.num_running)
+    policy.update_weights(tiny_model(seed=before + 1))
+    thread.join()
+    if api == "messages":  # it has no word for an answer that is cut short
+        assert found[0].status_code == 503 and f"version {before + 1} is live" in found[0].text and not session.rows()
+    else:
+        [choice] = found[0].json()["choices"]
+        [row] = session.rows()
+        assert choice["finish_reason"] == "abort" and row.samples[0][1].finish_reason == "abort"
+        assert {span.policy_version for span in row.samples[0][1].version_spans} == {before}
+        assert post(session, HELLO, seed=2).status_code == 403
+    assert session.ended_by == "policy_version"
+
+
+def test_a_session_may_ask_for_a_version_that_is_to_come(updated):
+    policy, gateway = updated
+    version, found = policy.policy_version + 1, []
+    session = gateway.session(sampling_params={"policy_version": version})
+    thread = threading.Thread(target=lambda: found.append(post(session, HELLO)))
+    thread.start()
+    wait_until(lambda: policy.get_metrics().core.num_awaiting_version == 1)
+    policy.update_weights(tiny_model(seed=version))
+    thread.join()
+    assert found[0].json()["choices"][0]["weight_version"] == version and post(session, HELLO, seed=1).is_success
+    policy.update_weights(tiny_model(seed=version + 1))
+    assert post(session, HELLO, seed=2).status_code == 403 and session.ended_by == "policy_version"
+    with pytest.raises(RequestError, match="pin_version"):
+        gateway.session(sampling_params={"policy_version": 99}, pin_version=True)
+
+
+def test_episodes_of_agents_keep_one_version_if_asked(updated):
+    policy, _ = updated
+    before = policy.policy_version
+
+    def play(session, task):
+        first = post(session, HELLO)
+        assert first.status_code == 200, first.text
+        if task == "updates":
+            policy.update_weights(tiny_model(seed=policy.policy_version + 1))
+        post(session, [*HELLO, first.json()["choices"][0]["message"], *HELLO]).raise_for_status()
+        return 1.0
+
+    options = {"num_samples": 2, "max_in_flight": 1, "use_tqdm": False}
+    batch = policy.rollout(["updates"], SamplingParams(max_tokens=4), env=Agent(play), pin_version=True, **options)
+    assert list(batch["ended_by"]) == ["policy_version"] * 2 and not any(batch["error"])
+    assert batch["next", "truncated"].all() and batch["next", "reward"].flatten().tolist() == [0.0, 0.0]
+    sampled = batch["masks", "all_assistant_mask"]
+    assert [set(row[mask].tolist()) for row, mask in zip(batch["policy_version"], sampled, strict=True)] == [
+        {before},
+        {before + 1},
+    ]
+    batch = policy.rollout(["stays"], SamplingParams(max_tokens=4), env=Agent(play), pin_version=True, **options)
+    assert list(batch["ended_by"]) == ["terminated"] * 2 and batch["next", "reward"].flatten().tolist() == [1.0, 1.0]
+
+
+def test_a_closed_gateway_says_so_and_its_rows_stay_readable(policy):
+    with policy.gateway() as gateway:
+        session, url = gateway.session(), gateway.url
+        play(gateway, [session], 1, 70)
+    gateway.close()
+    with pytest.raises(LifecycleError, match=f"closed.*{url}.*policy.gateway"):
+        gateway.session()
+    assert gateway.url == url and session.rows() and len(gateway.batch([session])) == len(session.rows())
 
 
 def test_keys_and_lives_of_sessions(policy):

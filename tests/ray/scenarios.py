@@ -5,10 +5,19 @@ import sys
 import torch
 
 from rollout_engine import EngineConfig
-from tests.ray import connections, fleet_deaths, fleet_nodes, fleets, rank_nodes, replica_deaths, replica_starts
+from tests.ray import (
+    connections,
+    fleet_deaths,
+    fleet_nodes,
+    fleets,
+    kv_blocks,
+    rank_nodes,
+    replica_deaths,
+    replica_starts,
+)
 from tests.ray.running import OPTIONS, SCENARIOS
 
-MODULES = (connections, fleet_deaths, fleet_nodes, fleets, rank_nodes, replica_deaths, replica_starts)
+MODULES = (connections, fleet_deaths, fleet_nodes, fleets, kv_blocks, rank_nodes, replica_deaths, replica_starts)
 """They fill `SCENARIOS`."""
 
 

@@ -30,7 +30,7 @@ class FakeModel(FakeExecutor):
     threads = ()
     before_step = staticmethod(lambda: None)
     scored_at = None
-    updater = None
+    updater = kv_link = None
 
     def __init__(self, max_model_len=128, **options):
         super().__init__(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, **options)

@@ -18,6 +18,7 @@ from rollout_engine.engine.verbs.drafts import add_kept_samples, get_kept_sample
 from rollout_engine.engine.verbs.lifecycle import (
     is_paused,
     is_sleeping,
+    meet_kv_peers,
     pause_generation,
     reset_prefix_cache,
     resume_generation,
@@ -56,6 +57,7 @@ __all__ = [
     "get_kept_samples",
     "is_paused",
     "is_sleeping",
+    "meet_kv_peers",
     "pause_generation",
     "reset_prefix_cache",
     "resume_generation",

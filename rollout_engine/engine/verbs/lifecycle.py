@@ -123,11 +123,29 @@ def is_sleeping(driver: EngineDriver, *, timeout: float | None = None) -> bool:
 
 @VERBS.add(combine=all)
 def reset_prefix_cache(
-    driver: EngineDriver, reset_running_requests: bool = False, *, timeout: float | None = None
+    driver: EngineDriver,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+    *,
+    timeout: float | None = None,
 ) -> bool:
     """Forget every known prefix, and return whether that was done.
 
     It is refused (False, nothing changed) while requests in flight hold KV blocks, unless `reset_running_requests`:
-    then they compute their KV again, to the same tokens.
+    then they compute their KV again, to the same tokens. `reset_connector`: blocks that the KV connector holds for
+    models of this kind are forgotten as well, also for other engines that share it.
     """
-    return driver.core.reset_prefix_cache(reset_running_requests=reset_running_requests)
+    return driver.core.reset_prefix_cache(
+        reset_running_requests=reset_running_requests, reset_connector=reset_connector
+    )
+
+
+def _always(driver: EngineDriver, arguments: Arguments) -> bool:
+    return True
+
+
+@VERBS.add(beside_steps=_always, public=False, combine=combine.nothing)
+def meet_kv_peers(driver: EngineDriver, peers: list[dict[str, str]], *, timeout: float | None = None) -> None:
+    """Give the KV connector the metadata of those of the fleet's other engines; an engine without one ignores it."""
+    if driver.executor.kv_link is not None:
+        driver.executor.kv_link.meet(peers)

@@ -28,6 +28,7 @@ from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState
 from rollout_engine.fleet.run.adapters import ADAPTER_VERBS, FleetAdapters
 from rollout_engine.fleet.run.calls import FleetCalls
 from rollout_engine.fleet.run.dispatcher import Dispatcher
+from rollout_engine.fleet.run.kv_peers import introduce_kv_peers
 from rollout_engine.fleet.run.member import Member
 from rollout_engine.fleet.run.metrics import FleetMetrics
 from rollout_engine.fleet.run.processes import ProcessProvider
@@ -231,6 +232,8 @@ class FleetClient:
             if (problem := member.client.ending) is not None:  # since before it was joined: not reported here
                 self.handle_loss(member, problem)
             self._bring_drafts()
+            if self.info.kv_handshake:
+                introduce_kv_peers(self._members)
             return True
 
     def not_started(self, index: int, problem: Exception) -> None:

@@ -40,6 +40,12 @@ class RoutingRecorder:
         """Drop finished sequences and add new ones."""
         self._requests.update(work)
 
+    def keep(self) -> None:
+        """Make the column in which choices are kept next to the KV, if there are routers and it does not exist."""
+        if self._kept is None and self.info is not None:
+            dtype = torch.uint8 if self.info.dtype == np.uint8 else torch.int16
+            self._kept = self._model.kv.add_column(self.info.shape, dtype)
+
     @contextmanager
     def step(self, work: SchedulerOutput, batch: FlatBatch) -> Iterator[None]:
         """Inside, record the forward of `batch`, if a sequence of it asks."""
@@ -53,9 +59,8 @@ class RoutingRecorder:
             return
         assert self.info is not None, "requests that ask were checked"
         self._rows = found[-1].numpy().astype(self.info.dtype)
-        if self._kept is None:
-            dtype = torch.uint8 if self.info.dtype == np.uint8 else torch.int16
-            self._kept = self._model.kv.add_column(self.info.shape, dtype)
+        self.keep()
+        assert self._kept is not None, "it was just made"
         self._kept.numpy()[_places(batch, self._block_size)] = self._rows
 
     def add_to(self, out: ModelRunnerOutput, work: SchedulerOutput, batch: FlatBatch) -> None:

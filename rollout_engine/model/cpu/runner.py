@@ -3,14 +3,14 @@
 The tokens and block tables of live sequences are kept between steps, so that a step carries only changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rollout_engine.base.messages import ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
+from rollout_engine.base.messages import KVSave, ModelRunnerOutput, NewSequence, ScheduledSequence, SchedulerOutput
 from rollout_engine.grammars.compiler import GrammarCompiler
 from rollout_engine.kernels.adapters import AdapterRows
 from rollout_engine.kernels.cpu.attention import ChunkColumns
@@ -30,6 +30,7 @@ from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
 from rollout_engine.model.sampling.row_edits import RowEdits
 from rollout_engine.model.sampling.sampling_batch import SamplingBatch
 from rollout_engine.model.sequences.block_tables import BlockTableMatrix
+from rollout_engine.model.sequences.kv_transfer import KVTransfer
 from rollout_engine.model.sequences.sequence_states import SequenceStates
 from rollout_engine.model.sequences.state_slots import StateSlots
 
@@ -63,6 +64,8 @@ class CpuRunner:
         """Logits that the step that was followed last has left."""
         self._computed = _Computed([], [], np.empty(0, np.int64))
         """Tokens and block tables of the last step's sequences; kept while steps compute the same ones."""
+        self._transfer: KVTransfer | None = None
+        """Moves KV to and from a connector; None: there is none."""
         self._drawn: _Drawn | None = None
         """Sampling columns of the last step's draws; kept while steps draw for the same sequences."""
 
@@ -74,6 +77,17 @@ class CpuRunner:
     def block_tables(self) -> dict[int, list[int]]:
         """Sequence id -> KV blocks, of every sequence whose state is held."""
         return self._blocks.tables()
+
+    def open_transfer(self, save: Callable[[bytes, memoryview], None]) -> KVTransfer:
+        """From now on, hand the KV that steps are to save to `save`. Call it before the first step."""
+        self.routing.keep()
+        self._transfer = KVTransfer(self.model.kv, save)
+        return self._transfer
+
+    def save_kv(self, saves: list[KVSave]) -> None:
+        """Hand blocks of KV and states on, between two steps."""
+        assert self._transfer is not None, "KV is saved for a connector alone"
+        self._transfer.save(saves)
 
     def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens and draw one token per sample task."""
@@ -132,6 +146,9 @@ class CpuRunner:
         self, work: SchedulerOutput, batch: FlatBatch, logit_rows: np.ndarray, pictures: PictureInputs | None
     ) -> tuple[LogitRows, dict[int, np.ndarray]]:
         """Logits of a step, and the results of prompts that are pooled."""
+        if self._transfer is not None:
+            self._transfer.save(work.kv_saves)
+            self._transfer.load(work.kv_loads)
         self.model.kv.copy_blocks(work.block_copies)
         if not work.scheduled:
             return LogitRows.of(torch.empty(0)), {}

@@ -9,6 +9,7 @@ logits processors edit are drawn on the host, which waits for them; so it does f
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rollout_engine.base.errors import StepMemoryError
 from rollout_engine.base.messages import (
+    KVSave,
     ModelRunnerOutput,
     PromptLogprobs,
     ScheduledSequence,
@@ -48,6 +50,7 @@ from rollout_engine.model.sampling.asked_rows import AskedRows
 from rollout_engine.model.sampling.logit_rows import LogitRows
 from rollout_engine.model.sampling.logits_processors import LogitsProcessor
 from rollout_engine.model.sampling.prompt_logprobs import PromptScorer
+from rollout_engine.model.sequences.kv_transfer import KVTransfer, save_behind
 from rollout_engine.model.sequences.sequence_states import SequenceStates
 from rollout_engine.model.sequences.state_slots import StateSlots
 
@@ -84,6 +87,10 @@ class CudaRunner:
         self._prefix_shape = model.attention.prefix_shape if shares_prefixes else None
         self._routing = None if model.kv.routed is None else RoutingRecorder(model.kv)
         self._pending: deque[_Pending] = deque()
+        self._transfer: KVTransfer | None = None
+        """Moves KV to and from a connector; None: there is none."""
+        self._saving: Callable[[], None] | None = None
+        """Hands on the KV that the step being launched saves."""
         self._logits: LogitRows | None = None
         """Logits that the step that was followed last has left."""
 
@@ -104,10 +111,23 @@ class CudaRunner:
     @torch.inference_mode()
     def submit(self, work: SchedulerOutput) -> Result:
         """Launch `work` after all earlier steps; returns a function that waits for its result, or raises its error."""
+        self._saving = None
         try:
-            return self._launch(work)
+            result = self._launch(work)
         except Exception as problem:  # raised when the result is asked for
             return _raiser(_reword_error(problem))
+        return result if self._saving is None else partial(save_behind, result, self._saving)
+
+    def open_transfer(self, save: Callable[[bytes, memoryview], None]) -> KVTransfer:
+        """From now on, hand the KV that steps are to save to `save`. Call it before the first step."""
+        self._transfer = KVTransfer(self.model.kv, save)
+        return self._transfer
+
+    @torch.inference_mode()
+    def save_kv(self, saves: list[KVSave]) -> None:
+        """Hand blocks of KV and states on, between two steps."""
+        assert self._transfer is not None, "KV is saved for a connector alone"
+        self._transfer.save(saves)
 
     def catch_up(self) -> None:
         """Wait for every result that has not been asked for yet."""
@@ -177,10 +197,13 @@ class CudaRunner:
 
     def _run(self, work: SchedulerOutput, step: "_Step | None") -> "_Computed | None":
         """Launch a step up to its logits. All ranks do so together, over the tokens that rank 0 has drawn."""
-        if step is None and not work.block_copies:  # released memory stays released
+        if step is None and not (work.block_copies or work.kv_saves):  # released memory stays released
             return None
         if self.model.kv.memory.restore() and self.graphs is not None:
             self.graphs.void()
+        if self._transfer is not None and (work.kv_saves or work.kv_loads):
+            self._saving = self._transfer.begin_saves(work.kv_saves) if work.kv_saves else None
+            self._transfer.load(work.kv_loads)
         self.model.kv.copy_blocks(work.block_copies)
         if step is None:
             return None

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.outputs import CompletionOutput
-from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.rollouts.episodes.episode import EndedBy
+from rollout_engine.rollouts.episodes.group import GroupOfEpisodes
 from rollout_engine.sessions.rows import SessionRow
 
 
@@ -22,6 +22,14 @@ class Outcome(msgspec.Struct, frozen=True):
     info: Mapping[str, Any] = {}
     cause: BaseException | None = None
     """The exception of this process that made it fail."""
+
+    def at_update(self, *, has_rewards: bool) -> "Outcome":
+        """The same of a run whose session a weight update ended, and which may have failed for it: it is truncated.
+
+        `has_rewards`: whether the session has rewards; else one that has none itself gets 0.
+        """
+        reward = 0.0 if self.reward is None and not has_rewards else self.reward
+        return Outcome("policy_version", reward, info=self.info)
 
 
 class AgentEpisode(msgspec.Struct, frozen=True):
@@ -61,27 +69,11 @@ class AgentEpisode(msgspec.Struct, frozen=True):
             return self.outcome.reward
         return next((row.reward for row in reversed(self.rows) if row.reward is not None), 0.0)
 
-
-class AgentGroup(msgspec.Struct, frozen=True):
-    """The episodes of one start, all of which have ended."""
-
-    index: int
-    episodes: list[AgentEpisode]
-    params: SamplingParams
-    lora: str | None = None
-    """Name of the adapter that sampled; None: the base alone."""
-
     @property
-    def num_tokens(self) -> int:
-        """Tokens sampled."""
-        return sum(episode.num_tokens for episode in self.episodes)
+    def counted_reward(self) -> float | None:
+        """The same; None if it failed."""
+        return self.reward if self.outcome.error is None else None
 
-    @property
-    def samples(self) -> list[CompletionOutput]:
-        """All answers of the policy."""
-        return [sample for episode in self.episodes for sample in episode.samples]
 
-    @property
-    def total_rewards(self) -> list[float]:
-        """Rewards of the episodes that did not fail."""
-        return [episode.reward for episode in self.episodes if episode.outcome.error is None]
+class AgentGroup(GroupOfEpisodes[AgentEpisode], frozen=True):
+    """The runs of an agent on one task."""

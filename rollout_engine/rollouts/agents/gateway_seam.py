@@ -16,6 +16,11 @@ class AgentSession(Protocol):
     anthropic_base_url: str
     """Base URL of Anthropic's Messages API."""
 
+    @property
+    def ended_by(self) -> str | None:
+        """Why it takes no more requests, for example "policy_version"; None: it takes some."""
+        ...
+
     def rows(self) -> Sequence[SessionRow]:
         """The rows so far."""
         ...
@@ -32,8 +37,13 @@ class AgentSession(Protocol):
 class AgentGateway(Protocol):
     """Makes sessions. Any thread may call it."""
 
-    def session(self, *, sampling_params: dict[str, Any], tokens: int | None = None) -> AgentSession:
-        """Make a session of at most `tokens` tokens; `sampling_params`: fields for all of its requests."""
+    def session(
+        self, *, sampling_params: dict[str, Any], tokens: int | None = None, pin_version: bool = False
+    ) -> AgentSession:
+        """Make a session of at most `tokens` tokens; `sampling_params`: fields for all of its requests.
+
+        `pin_version`: whether all of its answers are to be of one policy version.
+        """
         ...
 
     def close(self) -> None:

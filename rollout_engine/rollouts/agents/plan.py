@@ -12,16 +12,31 @@ from rollout_engine.base.seeds import child_seed, mix
 from rollout_engine.base.structs import plain
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.agents.agent import Agent
-from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed
+from rollout_engine.rollouts.episodes.plan import EPISODE_KEYS, as_seconds, environment_seed, pins_version
 from rollout_engine.rollouts.plan import RolloutArguments, as_int, for_rollout
 from rollout_engine.sessions.forced_params import forced_params
+from rollout_engine.text.conversations import ChatOptions
 
 _MAX_COUNT = 1_000_000
 _MAX_IN_FLIGHT = 64
 """Agents that run at once, unless `max_in_flight` is given."""
 _OF_REQUESTS = ("n", "seed", "output_kind", "detokenize")
-_OPTIONS = ("env", "num_episodes", "episode_timeout", "max_in_flight", "max_turns", "max_episode_tokens")
+_OPTIONS = (
+    *("env", "num_episodes", "episode_timeout", "max_in_flight", "max_turns", "max_episode_tokens"),
+    "pin_version",
+)
 """Those of `EpisodeOptions` that agents have."""
+
+
+class CollectOptions(ChatOptions, total=False):
+    """Options of `RolloutPolicy.collect` in addition to its own arguments; those of agents are as in rollouts."""
+
+    env: Any
+    """ "agent:COMMAND" or an `Agent`, whose tasks the dataset has. No other environments."""
+    max_turns: int
+    max_episode_tokens: int | None
+    episode_timeout: float | None
+    pin_version: bool
 
 
 class AgentPlan(msgspec.Struct, frozen=True):
@@ -32,8 +47,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
     """Parameters of every answer: they replace those that the agent asks for. The seed is set for each session."""
     seed: int
     """Root of all seeds."""
-    tasks: list[Any]
-    """One for each start."""
+    tasks: list[Any] | dict[int, Any]
+    """One for each start, by its number."""
     num_samples: int
     episode_timeout: float
     max_in_flight: int
@@ -43,6 +58,8 @@ class AgentPlan(msgspec.Struct, frozen=True):
     """Most tokens of a session, prompts included."""
     starts: tuple[int, ...] | None = None
     """Numbers of the starts to play; None: all."""
+    pins_version: bool = False
+    """Whether all answers of a session are sampled under one policy version."""
 
     @classmethod
     def of(cls, frontend: Frontend, arguments: RolloutArguments, agent: Agent) -> "AgentPlan":
@@ -68,6 +85,7 @@ class AgentPlan(msgspec.Struct, frozen=True):
             max_in_flight=in_flight or _MAX_IN_FLIGHT,
             max_turns=as_int("max_turns", options.get("max_turns"), 1, _MAX_COUNT),
             max_tokens=as_int("max_episode_tokens", options.get("max_episode_tokens"), 2, _MAX_COUNT),
+            pins_version=pins_version(options, checked),
         )
 
     @property
@@ -112,7 +130,7 @@ def _tasks(given: Any, num_episodes: Any) -> list[Any]:
     if isinstance(given, str | bytes | Mapping):
         given = [given]
     try:
-        tasks = [plain(task) for task in given]
+        tasks = list(given)
     except TypeError:
         raise RequestError.for_field(
             "prompts", given, "the agent's tasks, one for each start: a list of rows"
@@ -121,12 +139,17 @@ def _tasks(given: Any, num_episodes: Any) -> list[Any]:
         raise RequestError.for_field("prompts", given, "at least one task")
     if number is not None and number != len(tasks):
         raise RequestError.for_field("num_episodes", number, f"{len(tasks)}, the number of tasks, or left out")
-    for index, task in enumerate(tasks):
-        try:
-            json.dumps(task, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as problem:
-            raise RequestError.for_field(f"prompts[{index}]", task, f"data that JSON can hold ({problem})") from None
-    return tasks
+    return [as_task(task, f"prompts[{index}]") for index, task in enumerate(tasks)]
+
+
+def as_task(given: Any, field: str) -> Any:
+    """A task as an agent gets it, without numpy's numbers. Raises `RequestError` for one that JSON cannot hold."""
+    task = plain(given)
+    try:
+        json.dumps(task, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise RequestError.for_field(field, task, f"data that JSON can hold ({problem})") from None
+    return task
 
 
 def _refuse_beside_agent(arguments: RolloutArguments) -> None:

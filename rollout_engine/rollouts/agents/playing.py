@@ -40,6 +40,8 @@ class Playing:
         self._is_stopped = False
         self._rows: Sequence[SessionRow] | None = None
         """Those of the session when it was closed."""
+        self.ended_by: str | None = None
+        """Why the session took no more requests when it was closed; None: it took some."""
 
     @property
     def session_id(self) -> str:
@@ -74,7 +76,7 @@ class Playing:
         with self._lock:
             self._is_stopped, session = True, self._session
             if session is not None and self._rows is None:
-                self._rows = session.rows()
+                self._rows, self.ended_by = session.rows(), session.ended_by
                 session.close()
         return self._rows or []
 

@@ -9,7 +9,8 @@ One row for each row of each session; an episode that ended before its first ans
     "began"         [B]     why it began: `rollout_engine.sessions.branches.Reason`
 
 ("masks", "turn") and "num_turns" count the answers of the whole session. ("rewards", "turn") has the reward of a row at
-its last answer. "seed" is the base of the seeds of the session's requests, and "messages" the row's own conversation.
+its last answer. "seed" is the base of the seeds of the session's requests, and "messages" the row's own conversation,
+with a `Picture` for each picture.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,7 @@ def agent_batch(
     batch = rollout_batch(
         [
             row_output(
-                Row(row.prompt_token_ids, row.response, row.turns, row.samples),
+                Row(row.prompt_token_ids, row.response, row.turns, row.samples, row.pictures),
                 codec,
                 request_id=f"{episode.key}-{row.row}",
                 index=episode.member,

@@ -14,6 +14,7 @@ from rollout_engine.rollouts.agents.episode import AgentEpisode, AgentGroup, Out
 from rollout_engine.rollouts.agents.gateway_seam import AgentGateway
 from rollout_engine.rollouts.agents.plan import AgentPlan
 from rollout_engine.rollouts.agents.playing import Playing
+from rollout_engine.rollouts.agents.reward import have_rewards
 from rollout_engine.rollouts.agents.workplace import Workplaces
 from rollout_engine.rollouts.episodes.env_calls import EnvCalls, EnvFailure
 from rollout_engine.rollouts.episodes.env_host import one_line
@@ -38,11 +39,17 @@ class AgentRun:
     """
 
     def __init__(
-        self, plan: AgentPlan, open_gateway: Callable[..., AgentGateway], *, may_all_fail: bool = False
+        self,
+        plan: AgentPlan,
+        open_gateway: Callable[..., AgentGateway],
+        *,
+        may_all_fail: bool = False,
+        has_news: threading.Event | None = None,
     ) -> None:
         """`open_gateway` is `RolloutPolicy.gateway`, and called by the first `advance`.
 
         `may_all_fail`: only warn if every episode fails, as for those of a larger set that are played again.
+        `has_news`: set once there is something to do, of several runs; then `advance` does not wait. None: its own.
         """
         self._plan, self._open_gateway, self._may_all_fail = plan, open_gateway, may_all_fail
         self._gateway: AgentGateway | None = None
@@ -55,7 +62,8 @@ class AgentRun:
         self._deadlines: list[tuple[float, int]] = []
         self._failures: list[tuple[str, BaseException | None]] = []
         self._complete: list[AgentGroup] = []
-        self._has_news = threading.Event()
+        self._waits = has_news is None
+        self._has_news = threading.Event() if has_news is None else has_news
         seconds = plan.agent.timeout + (0.0 if plan.agent.function else _JUDGE_SECONDS)
         threads = min(plan.max_in_flight, plan.num_episodes)
         spec = EnvSpec(dict, name=plan.agent.name, num_workers=threads, step_timeout=seconds)
@@ -93,8 +101,9 @@ class AgentRun:
         Raises `EpisodeError` if every episode failed, with the first fault as its cause, unless `may_all_fail`.
         """
         self._start()
-        self._has_news.wait(_LOOK_SECONDS)
-        self._has_news.clear()
+        if self._waits:
+            self._has_news.wait(_LOOK_SECONDS)
+            self._has_news.clear()
         for key, result in self._calls.take():
             if key in self._running:
                 self._end(key, self._outcome(key, result))
@@ -139,7 +148,8 @@ class AgentRun:
             key = self._num_started
             group, member = plan.place(key)
             sampling = {**plan.sampling, "seed": plan.episode_seed(group, member)}
-            open_session = partial(gateway.session, sampling_params=sampling, tokens=plan.max_tokens)
+            options: Any = {"sampling_params": sampling, "tokens": plan.max_tokens, "pin_version": plan.pins_version}
+            open_session = partial(gateway.session, **options)
             playing = Playing(plan.agent, open_session, plan.tasks[group], plan.env_seed(group), self._places)
             self._running[key] = playing
             self._num_started += 1
@@ -168,6 +178,8 @@ class AgentRun:
         self._calls.close(key)
         playing.stop()
         rows = playing.leave()
+        if playing.ended_by == "policy_version" and outcome.ended_by in ("terminated", "error"):
+            outcome = outcome.at_update(has_rewards=have_rewards(rows))
         if outcome.error is not None:
             self._failures.append((outcome.error, outcome.cause))
         group, member = plan.place(key)

@@ -132,6 +132,11 @@ class Episode:
         rows = (row for conversation in self.seats.values() for row in conversation.rows)
         return [sample for row in rows for _, sample in row.samples]
 
+    @property
+    def counted_reward(self) -> float | None:
+        """The return of the first seat; None if the episode failed, or has no seat."""
+        return self.seats[0].total_reward if self.seats and self.error is None else None
+
     def turn_seed(self, seat: int, turn: int) -> int:
         """Sequence seed of a turn: `SamplingParams(seed=..., n=1)` replays it."""
         return seed_of_turn(mix(self.seed, _SEATS + seat) if seat else self.seed, turn)

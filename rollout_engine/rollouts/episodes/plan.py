@@ -118,6 +118,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
     def of(cls, frontend: Frontend, arguments: RolloutArguments) -> "EpisodePlan":
         """Check the arguments of `RolloutPolicy.rollout(env=...)`. Raises `RequestError` if one does not fit."""
         chat, options = _divide_options(arguments.options)
+        spec = _spec(options["env"])  # an unknown name first: the others may fit the right one
         _refuse_beside_env(arguments)
         arguments = arguments.normalize()
         params = arguments.sampling_params
@@ -141,7 +142,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
         budget = as_int("episode_thinking_budget", options.get("episode_thinking_budget"), 0, _MAX_COUNT)
         own = budget if checked.thinking_budget is None else checked.thinking_budget
         return cls(
-            spec=_spec(options["env"]),
+            spec=spec,
             params=checked.clone(n=1, detokenize=True, thinking_budget=own),
             seed=frontend.next_seed() if arguments.seed is None else arguments.seed,
             num_episodes=_count(options, "num_episodes", 1),
@@ -156,7 +157,7 @@ class EpisodePlan(msgspec.Struct, frozen=True):
             opponents=_opponents(options.get("seats") or {}),
             tools=_functions(tools),
             chat=chat,
-            pins_version=_pins_version(options, checked),
+            pins_version=pins_version(options, checked),
             lora=None if arguments.lora_request is None else as_lora_request(arguments.lora_request).name,
             journal=None if options.get("journal") is None else JournalOptions.of(options["journal"]),
             on_resume=on_resume,
@@ -204,7 +205,8 @@ def as_seconds(value: Any) -> float:
     return float(value)
 
 
-def _pins_version(options: Mapping[str, Any], params: SamplingParams) -> bool:
+def pins_version(options: Mapping[str, Any], params: SamplingParams) -> bool:
+    """Check `pin_version`. Raises `RequestError`."""
     pins = options.get("pin_version", False)
     if not isinstance(pins, bool):
         raise RequestError.for_field("pin_version", pins, "True or False")

@@ -16,7 +16,7 @@ from rollout_engine.rollouts.episodes.episode import Ask
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.tool_functions import tool_name
 from rollout_engine.text.chat_turns import ChatTurns
-from rollout_engine.text.formats.bridge import message_of, needs_parts
+from rollout_engine.text.formats.bridge import known_bridges, message_of, needs_parts
 from rollout_engine.text.formats.choose import call_format
 from rollout_engine.text.formats.taught_format import taught_format
 from rollout_engine.text.formats.tool_calls import TextForm, ToolCalls, ToolFormat
@@ -49,9 +49,9 @@ class Player:
         self._form = plan.tool_format or self._taught_form()
         self._reader = None if self._form is None else call_format(self._codec, self._template(), self._form)
         self._require_form(self._all_tools([]))
-        self._writes = self._reader is not None and self._form not in get_args(TextForm)
+        self._in_parts = self._reader is not None and self._takes_parts()
+        self._writes = self._in_parts or (self._reader is not None and self._form not in get_args(TextForm))
         """Whether an answer's message differs from its text, in which special tokens are left out."""
-        self._in_parts = self._writes and self._takes_parts()
         self._asked: list[tuple[int, Ask]] = []
         """Episodes whose turns are to be queued."""
         self._open: dict[str, tuple[int, Ask]] = {}
@@ -65,8 +65,11 @@ class Player:
         self._num_thought: Counter[tuple[int, int]] = Counter()
         """Episode and seat -> tokens sampled inside thinking so far, with a budget of the episode."""
         self._refuses = plan.max_turns > 1 and not plan.spec.is_single_turn and plan.on_rewrite == "refuse"
+        self._bridged: set[str] = set()
+        """Tools, as JSON, whose calls were tried."""
         if self._refuses:
             self._require_unchanged_turns(self._turns_with([]), may_call=True)
+            self._require_bridge([])
 
     def __len__(self) -> int:
         """Turns that have been queued and not read."""
@@ -77,6 +80,7 @@ class Player:
         turns = self._turns_with(tools)
         if self._refuses:
             self._require_unchanged_turns(turns, may_call=bool(tools or self._plan.tools))
+            self._require_bridge(tools)
         write = partial(self._write, turns, tools) if self._writes else None
         return Conversation(turns, branches=self._plan.on_rewrite == "branch", write=write)
 
@@ -241,6 +245,28 @@ class Player:
 
     def _template(self) -> str | None:
         return self._plan.chat.get("chat_template")
+
+    def _require_bridge(self, tools: list[dict[str, Any]]) -> None:
+        """Raise `RequestError` if no result can follow a call of the rollout's own tools; warn of kinds that cannot.
+
+        An environment that has tools may answer their calls as a user, so that of those it is only warned.
+        """
+        key = json.dumps(tools, sort_keys=True)
+        if self._reader is None or not self._has_template or key in self._bridged or not self._all_tools(tools):
+            return
+        self._bridged.add(key)
+        options: Any = {**self._plan.chat, "tools": self._all_tools(tools)}
+        tried = {kind: why for kind, why in known_bridges(self._codec, options, self._form).items() if "call" in kind}
+        failed = {kind: why for kind, why in tried.items() if why is not None}
+        if not failed:
+            return
+        kinds, reason = " and ".join(failed), next(iter(failed.values()))
+        if self._plan.tools and failed.keys() == tried.keys():
+            raise rewritten(f"of answers with {kinds}: {reason}")
+        self._codec.warn_once(
+            f"Episodes in which an answer is {kinds} end there with an error, since the chat template rewrites it "
+            f"({reason}). on_rewrite='branch' begins a row behind it."
+        )
 
     def _require_unchanged_turns(self, turns: Turns, *, may_call: bool) -> None:
         """Raise `RequestError` if the template rewrites turns before a user and, with `may_call`, before a tool too."""

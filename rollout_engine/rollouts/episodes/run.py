@@ -8,16 +8,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from envs_adapters.base import Observation
 from rollout_engine.base.errors import EpisodeError, LifecycleError
 from rollout_engine.base.outputs import CompletionOutput
-from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.rollouts.episodes.conversation import Conversation
 from rollout_engine.rollouts.episodes.env_calls import Began, EnvCalls, EnvFailure
 from rollout_engine.rollouts.episodes.episode import Act, Ask, Consult, Episode, FirstPrompt, Next, Rules, UseTools
+from rollout_engine.rollouts.episodes.group import GroupOfEpisodes
 from rollout_engine.rollouts.episodes.kept_workers import KeptWorkers
 from rollout_engine.rollouts.episodes.plan import EpisodePlan
 from rollout_engine.rollouts.episodes.player import Player
@@ -31,29 +29,8 @@ _LOOK_SECONDS = 0.05
 """Seconds that it waits for environments alone, so that an interrupt is handled soon."""
 
 
-class EpisodeGroup(msgspec.Struct, frozen=True):
-    """The episodes of one start, all of which have ended."""
-
-    index: int
-    episodes: list[Episode]
-    params: SamplingParams
-    lora: str | None = None
-    """Name of the adapter that sampled; None: the base alone."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled."""
-        return sum(episode.num_tokens for episode in self.episodes)
-
-    @property
-    def samples(self) -> list[CompletionOutput]:
-        """All answers of policies."""
-        return [sample for episode in self.episodes for sample in episode.samples]
-
-    @property
-    def total_rewards(self) -> list[float]:
-        """Returns of the first seats of the episodes that did not fail."""
-        return [each.seats[0].total_reward for each in self.episodes if each.seats and each.error is None]
+class EpisodeGroup(GroupOfEpisodes[Episode], frozen=True):
+    """The episodes of one start of an environment."""
 
 
 class EpisodeRun:

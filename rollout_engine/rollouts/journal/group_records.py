@@ -41,6 +41,8 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
 
     index: int
     parts: list[CompletionOutput]
+    pictures: list[bytes] | None = None
+    """Digests of the prompt's pictures; None: not noted."""
 
 
 class Sampled(msgspec.Struct, tag="sampled", frozen=True):
@@ -51,6 +53,8 @@ class Sampled(msgspec.Struct, tag="sampled", frozen=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_dropped: int = 0
+    pictures: list[bytes] | None = None
+    """As in `Progress`."""
 
 
 class Complete(msgspec.Struct, tag="complete", frozen=True):

@@ -35,6 +35,7 @@ from rollout_engine.rollouts.journal.position import (
     Position,
     add_row,
     check_identity,
+    refuse_pictures,
     refuse_row,
     row_digest,
 )
@@ -123,10 +124,11 @@ class GroupJournal:
             self._contents.pop(index, None)
         self._again.update(indexes)
 
-    def recall(self, task: GroupTask) -> Recalled | None:
+    def recall(self, task: GroupTask, read_pictures: Callable[[], list[bytes]]) -> Recalled | None:
         """Read the contents of a group that is to start now; None if there are none that fit the live weights.
 
-        Raises `RequestError` if they are those of another row.
+        `read_pictures` returns the digests of its prompt's pictures. Raises `RequestError` if the contents are those of
+        another row, or of other pictures.
         """
         index = task.index
         contents = self._contents.get(index)
@@ -140,8 +142,11 @@ class GroupJournal:
             raise refuse_row(task)
         if contents.sampled is None:
             records = [self._read(place, Progress) for place in contents.parts]
+            _check_pictures(task, records[0].pictures, read_pictures)
             return Recalled([part for each in records for part in each.parts])
-        output = output_of(self._read(contents.sampled, Sampled))
+        sampled = self._read(contents.sampled, Sampled)
+        _check_pictures(task, sampled.pictures, read_pictures)
+        output = output_of(sampled)
         if contents.complete is None:
             return Recalled(output=output)
         complete = self._read(contents.complete, Complete)
@@ -156,18 +161,19 @@ class GroupJournal:
         if again or not is_open:
             self._write(Start(index, task.params.seed or 0, row, again=again and is_open, recalled=recalled))
 
-    def note_progress(self, index: int, parts: list[CompletionOutput]) -> None:
-        """Append new tokens of a group's samples."""
+    def note_progress(self, index: int, parts: list[CompletionOutput], pictures: list[bytes]) -> None:
+        """Append new tokens of a group's samples. `pictures`: digests of its prompt's pictures."""
         if self._journal is not None:
             self.observe()
-            self._write(Progress(index, parts))
+            self._write(Progress(index, parts, pictures))
 
     def note_samples(self, index: int, output: RequestOutput) -> None:
         """Append all samples of a group."""
         if self._journal is not None:
             self.observe()
             prompt = output.prompt, output.prompt_token_ids
-            self._write(Sampled(index, *prompt, output.outputs, num_dropped=output.num_dropped))
+            pictures = [each.picture.digest for each in output.pictures]
+            self._write(Sampled(index, *prompt, output.outputs, num_dropped=output.num_dropped, pictures=pictures))
 
     def note_completion(self, index: int, rewards: Rewards | None) -> None:
         """Append a group's rewards, if there is a reward function."""
@@ -288,3 +294,9 @@ class GroupJournal:
         for index, contents in [*self._contents.items()]:
             if index not in self.position.open and contents.first_segment < first:
                 del self._contents[index]
+
+
+def _check_pictures(task: GroupTask, before: list[bytes] | None, read_pictures: Callable[[], list[bytes]]) -> None:
+    """Raise `RequestError` if samples were drawn after other pictures than a row has now. `before`: None: not noted."""
+    if before is not None and before != read_pictures():
+        raise refuse_pictures(task)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.base.lora_request import as_lora_request
 from rollout_engine.base.sampling_params import SamplingParams, as_sampling_params
 from rollout_engine.batches.json_values import json_value
@@ -97,12 +98,14 @@ class FrontendWeights:
         return self._frontend.num_updates
 
     def read_digest(self) -> str:
-        """Digest of the live weights. Raises `LifecycleError` while they cannot be read."""
+        """Digest of the live weights. Raises `LifecycleError` while they cannot be read, or without the adapter."""
         results = _call_verb(self._frontend, "collective_rpc", "get_weight_digest")
         digest = str((next(iter(results.values())) if isinstance(results, dict) else results)[0])
         if self._lora is None:
             return digest
-        [info] = [each for each in _call_verb(self._frontend, "list_loras") if each.name == self._lora]
+        info = next((each for each in _call_verb(self._frontend, "list_loras") if each.name == self._lora), None)
+        if info is None:
+            raise LifecycleError(f"The adapter '{self._lora}' that samples was removed: add it again (add_lora).")
         return f"{digest} {info.name} {info.digest}"
 
 

@@ -1,5 +1,6 @@
 """The position of a collector in its dataset: all that a trainer's checkpoint has to hold of it."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 import xxhash
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.rollouts.plan import GroupTask
 
 FORMAT = 1
@@ -144,6 +146,13 @@ def refuse_row(task: GroupTask) -> RequestError:
     return RequestError.for_field(f"dataset[{task.index}]", task.prompt, bound, SAME_DATASET)
 
 
+def refuse_pictures(task: GroupTask) -> RequestError:
+    """The error for a row whose pictures are others than those that its samples were drawn after."""
+    bound = "the pictures that its group began with"
+    hint = "Files of pictures have to stay as they are as long as their groups are in a journal."
+    return RequestError.for_field(f"dataset[{task.index}]", "other pictures", bound, hint)
+
+
 def add_row(rows: int, row: int) -> int:
     """The digest of rows and one more."""
     return xxhash.xxh3_64_intdigest((row & _MASK).to_bytes(8, "little"), seed=rows)
@@ -181,6 +190,14 @@ def _add(state: Any, value: Any) -> None:
             _add(state, item)
     elif isinstance(value, set | frozenset):
         _add(state, sorted(value, key=repr))
+    elif isinstance(value, os.PathLike):
+        _add(state, os.fspath(value))
+    elif isinstance(value, PlacedPicture):
+        _add(state, [value.start, value.end, value.picture.digest])
+    elif isinstance(value, Picture):
+        _add(state, value.digest)
+    elif getattr(value, "ndim", 0) > 1 and callable(getattr(value, "tobytes", None)):  # an image, or rows of numbers
+        _add(state, [str(value.dtype), list(value.shape), value.tobytes()])
     elif callable(getattr(value, "tolist", None)):
         _add(state, value.tolist())
     elif callable(getattr(value, "tobytes", None)):  # an image

@@ -71,7 +71,8 @@ class ChatCall(Call):
             prompt = self.prompts[0]
             prompt = await with_rendered_text(self.served, prompt, must_show_tools=request.must_show_tools)
         self.prompts = [prompt]
-        options: dict[str, Any] = {"priority": request.priority, "session_id": request.session_id, "lora": self.lora}
+        kept_near = request.session_id if session is None else None  # a session's requests have its own replica
+        options: dict[str, Any] = {"priority": request.priority, "session_id": kept_near, "lora": self.lora}
         await generation.start(self.prompts, self.settings, **options)
 
     async def reply(self) -> Any:

@@ -115,4 +115,4 @@ class PieceCall(ChatCall):
 def _check_ended(sample: CompletionOutput) -> None:
     """Raise `HttpProblem` 503 for an answer that was aborted: its dialect has no word for this."""
     if sample.finish_reason == "abort":
-        raise HttpProblem(503, _ABORTED)
+        raise HttpProblem(503, _ABORTED if sample.error is None else f"The answer was cut short: {sample.error}")

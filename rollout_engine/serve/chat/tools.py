@@ -71,8 +71,12 @@ class RequestTools:
         if is_forced and form not in _TAGS:  # the grammar writes JSON, whatever the template teaches
             form = "llama3"
         if form is None:
-            hint = 'Give a chat_template that has them, or tool_choice "required" or a named tool, which need none.'
-            raise RequestError.for_field("tools", "tools", "absent: the chat template teaches no form of calls", hint)
+            hint = (
+                "Start the engine with a chat_template= that has one (docs/environments.md lists the forms), or send "
+                'tool_choice "required" or a named tool, which need none.'
+            )
+            names = [_function(tool)["name"] for tool in tools]
+            raise RequestError.for_field("tools", names, "absent: the chat template teaches no form of calls", hint)
         structures = _constrain_answer(form, [_function(tool) for tool in tools], is_forced, named, is_single)
         return cls(form, tools, structures, is_forced=is_forced)
 

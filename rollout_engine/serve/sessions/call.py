@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rollout_engine.base.errors import RequestError
@@ -13,15 +13,20 @@ from rollout_engine.base.threads import run_in_thread
 from rollout_engine.serve.route import Asked
 from rollout_engine.serve.sampling import Settings
 from rollout_engine.sessions.known_responses import KnownResponses
+from rollout_engine.sessions.place import Place
 from rollout_engine.sessions.prompts import PromptCache
 from rollout_engine.sessions.samples import join_parts
-from rollout_engine.sessions.session import Place, Session
+from rollout_engine.sessions.session import Session
 from rollout_engine.text.tokenizer import TextCodec
 
 _NOT_FORCED = frozenset(("n", "output_kind", "detokenize", "truncate_prompt_tokens", "prompt_logprobs"))
 """Sampling params that belong to single requests."""
 _TURNS = 1 << 32
 """Request k is drawn as turn k of an episode is (`episodes.episode.seed_of_turn`)."""
+_KEEPS_ALL = (
+    'A session\'s rows keep every token of its prompts: send fewer messages (that begins a row, "compacted"), or ask '
+    "for truncation outside of the session."
+)
 _MAX_KEPT = 64
 _FEW_MESSAGES = 8
 """Messages that are found on the event loop if the body is short, too."""
@@ -41,11 +46,19 @@ class SessionCall:
     """Joins a request with its session. The application makes one for each request, and closes it."""
 
     def __init__(
-        self, session: Session, asked: Asked, codec: TextCodec, prompts: PromptCache, forced: ForcedParams
+        self,
+        session: Session,
+        asked: Asked,
+        codec: TextCodec,
+        prompts: PromptCache,
+        forced: ForcedParams,
+        live_version: Callable[[], int],
     ) -> None:
         """`forced`: params that were forced before, shared by all calls of a server."""
         self._session, self._asked, self._codec, self._prompts, self._forced = session, asked, codec, prompts, forced
+        self._live_version = live_version
         self._place: Place | None = None
+        self._has_answer = False
 
     @property
     def known_responses(self) -> KnownResponses:
@@ -61,10 +74,8 @@ class SessionCall:
             options: of the chat template, as in `ChatOptions`.
             lora: the adapter that answers.
 
-        Raises `RequestError`, also for pictures and for a chat template of the request's own.
+        Raises `RequestError`, also for a chat template of the request's own.
         """
-        if self._asked.has_pictures:
-            raise RequestError.for_field("messages", "pictures", "text: sessions keep token ids alone")
         prefix = getattr(self._asked.body, "required_prefix_token_ids", None)
         if prefix is not None:
             bound = "absent in a session: it continues behind sampled ids anyway"
@@ -81,7 +92,8 @@ class SessionCall:
         if seed is not None:
             first = unsigned(seed)
             settings = settings._replace(seed=mix(first, _TURNS + place.number) if place.number else first)
-        return {"prompt_token_ids": place.prompt_token_ids}, settings._replace(params=params)
+        pictures = {"pictures": place.pictures} if place.pictures else {}
+        return {"prompt_token_ids": place.prompt_token_ids, **pictures}, settings._replace(params=params)
 
     def record(self, parts: Sequence[CompletionOutput], message: Mapping[str, Any]) -> None:
         """Record a sample that has ended, before the client has the end of it.
@@ -91,6 +103,7 @@ class SessionCall:
             message: the answer in OpenAI's form, as it will be among the messages of later requests.
         """
         if self._place is not None:
+            self._has_answer = True
             self._session.record(self._place, [join_parts(parts)], [message])
 
     def close(self) -> None:
@@ -98,6 +111,8 @@ class SessionCall:
         if self._place is not None:
             self._session.cancel(self._place)
             self._place = None
+            if not self._has_answer:
+                self._session.note_no_answer(self._live_version())
 
     async def _find_place(
         self, messages: Sequence[Any], options: Mapping[str, Any], params: SamplingParams, lora: str | None
@@ -124,8 +139,11 @@ class SessionCall:
     def _force(self, params: SamplingParams) -> SamplingParams:
         """The params of a request with those of the session, and with log-probs."""
         if params.truncate_prompt_tokens is not None:
-            raise RequestError.for_field("truncate_prompt_tokens", params.truncate_prompt_tokens, "absent in a session")
+            raise RequestError.for_field(
+                "truncate_prompt_tokens", params.truncate_prompt_tokens, "absent in a session", _KEEPS_ALL
+            )
         sampling = {name: value for name, value in self._session.sampling.items() if name != "seed"}
+        sampling |= self._session.version_params(self._live_version())
         if not sampling and params.logprobs is not None:
             return params
         key = id(params), repr(sorted(sampling.items()))

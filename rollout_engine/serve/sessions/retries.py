@@ -3,7 +3,8 @@
     first copy ──> Answer (a task of its own) ──> handler ──> engine
     others     ──> the same Answer, also for some seconds after its end
 
-An answer is cancelled once no copy waits for it: its clients have left. One that failed is not kept.
+An answer is cancelled once no copy waits for it: its clients have left. One that failed is not kept. The memory of
+answers counts in that of their session, and those that have ended take a small part of it at most.
 """
 
 import asyncio
@@ -14,17 +15,24 @@ from msgspec import structs
 
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Events, Reply
+from rollout_engine.sessions.memory import Memory, bytes_of_value
 from rollout_engine.sessions.messages import Key
 
 _MAX_KEPT = 16
 """Ended answers that are kept for a session."""
+_SHARE = 8
+"""They take an eighth of the session's memory at most."""
 
 
 class Answer:
     """One answer, whole or as events, and the number of requests that wait for it."""
 
-    def __init__(self, make: Callable[[], Awaitable[Reply | Events]]) -> None:
-        self.waiters = 0
+    def __init__(self, make: Callable[[], Awaitable[Reply | Events]], memory: Memory) -> None:
+        """`memory`: counts the answer as long as it may be read."""
+        self.waiters, self.num_bytes = 0, 0
+        self.is_forgotten = False
+        """Whether no further copy gets it."""
+        self._memory = memory
         self.ended_at: float | None = None
         """When it was complete; None: it runs, or it failed."""
         self._reply: Reply | Events | None = None
@@ -41,16 +49,31 @@ class Answer:
     async def _run(self, make: Callable[[], Awaitable[Reply | Events]]) -> None:
         self._reply = await make()
         del make  # it holds the request
-        if isinstance(self._reply, Events):
+        if not isinstance(self._reply, Events):
+            self._count(self._reply.body)
+            return
+        self._wake_readers()
+        async for event in self._reply.events:
+            self._events.append(event)
+            self._count(event)
             self._wake_readers()
-            async for event in self._reply.events:
-                self._events.append(event)
-                self._wake_readers()
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled():
             task.exception()  # else asyncio logs it, if all readers have left
         self._wake_readers()
+        self.release()
+
+    def _count(self, value: Any) -> None:
+        size = bytes_of_value(value)
+        self.num_bytes += size
+        self._memory.add(size)
+
+    def release(self) -> None:
+        """Count it no more, if it has ended and neither a copy nor a reader will have it."""
+        if self.is_forgotten and self.task.done() and not self.waiters:
+            self._memory.add(-self.num_bytes)
+            self.num_bytes = 0
 
     def _wake_readers(self) -> None:
         for reader in self._readers:
@@ -98,9 +121,10 @@ class Answer:
 class Retries:
     """The answers of one session by the digests of their requests."""
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: how long an answer is kept after its end."""
+    def __init__(self, seconds: float, memory: Memory | None = None) -> None:
+        """`seconds`: how long an answer is kept after its end. `memory`: the session's; None: it does not matter."""
         self._seconds = seconds
+        self._memory = Memory.without_bound() if memory is None else memory
         self._answers: dict[Key, Answer] = {}
         self._running: set[Answer] = set()
         """Answers that have not ended, also those that no copy gets any more."""
@@ -115,8 +139,8 @@ class Retries:
         self.forget_late(now)
         found = self._answers.get(key)
         if found is None or found.has_failed or is_new:
-            self._answers.pop(key, None)  # the order of the answers is that of their requests
-            found = self._answers[key] = Answer(make)
+            self._forget(key)  # the order of the answers is that of their requests
+            found = self._answers[key] = Answer(make, self._memory)
             self._running.add(found)
             found.task.add_done_callback(lambda _: self._running.discard(found))
         found.waiters += 1
@@ -125,29 +149,38 @@ class Retries:
     def leave(self, key: Key, answer: Answer, now: float) -> None:
         """A request has its answer, or its client has left."""
         answer.waiters -= 1
-        if answer.task.done():
-            if answer.has_failed and self._answers.get(key) is answer:
-                del self._answers[key]
-            elif answer.ended_at is None:
-                answer.ended_at = now
-        elif not answer.waiters:
+        is_over = answer.has_failed
+        if not answer.task.done() and not answer.waiters:
             answer.task.cancel()
-            if self._answers.get(key) is answer:
-                del self._answers[key]
+            is_over = True
+        if is_over and self._answers.get(key) is answer:
+            self._forget(key)
+        elif answer.task.done() and answer.ended_at is None:
+            answer.ended_at = now
+            self.forget_late(now)
+        answer.release()
 
     def forget_late(self, now: float) -> None:
-        """Forget answers that ended long ago, and the oldest of too many."""
-        ended = [(key, each.ended_at) for key, each in self._answers.items() if each.ended_at is not None]
-        num_surplus = len(ended) - _MAX_KEPT
-        for index, (key, ended_at) in enumerate(ended):
-            if ended_at is not None and (index < num_surplus or ended_at + self._seconds <= now):
-                del self._answers[key]
+        """Forget answers that ended long ago, and the oldest of too many, or of those that take too much memory."""
+        ended = [(key, each, each.ended_at) for key, each in self._answers.items() if each.ended_at is not None]
+        num_surplus, most = len(ended) - _MAX_KEPT, self._memory.share(_SHARE)
+        num_bytes = sum(each.num_bytes for _, each, _ in ended)
+        for index, (key, answer, ended_at) in enumerate(ended):
+            if index < num_surplus or num_bytes > most or ended_at + self._seconds <= now:
+                num_bytes -= answer.num_bytes
+                self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        if (answer := self._answers.pop(key, None)) is not None:
+            answer.is_forgotten = True
+            answer.release()
 
     def close(self) -> None:
         """Cancel all that runs and forget the rest."""
         for answer in self._running:
             answer.task.cancel()
-        self._answers.clear()
+        for key in [*self._answers]:
+            self._forget(key)
 
     def __len__(self) -> int:
         return len(self._running.union(self._answers.values()))

@@ -32,7 +32,7 @@ class ServedSessions:
         limits = SessionLimits(
             options.session_seconds, options.session_tokens, options.session_bytes, options.session_turns
         )
-        self.registry = Sessions(options.max_sessions, limits)
+        self.registry = Sessions(options.max_sessions, limits, options.all_sessions_bytes)
         self._is_on, self._retry_seconds = options.sessions, options.session_retry_seconds
         self._retries: dict[str, Retries] = {}
         self._sweep_at = 0.0
@@ -40,6 +40,11 @@ class ServedSessions:
         self._prompts: PromptCache | None = None
         self._forced: ForcedParams = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def are_on(self) -> bool:
+        """Whether the server keeps sessions."""
+        return self._is_on
 
     def require_on(self) -> Sessions:
         """The registry, without sessions that ended long ago. Raises `HttpProblem` 404 without `--sessions`."""
@@ -82,13 +87,14 @@ class ServedSessions:
             for kept in self._retries.values():
                 kept.forget_late(now)
             self._retries = {each: kept for each, kept in self._retries.items() if len(kept)}
-        return self._retries.setdefault(session.id, Retries(self._retry_seconds))
+        return self._retries.setdefault(session.id, Retries(self._retry_seconds, session.memory))
 
     def call(self, session: Session, asked: Asked, served: Any) -> SessionCall:
         """The session's part of a request. Raises `HttpProblem` 400 without a tokenizer."""
         if self._prompts is None:
-            self._prompts = PromptCache(served.codec, served.max_model_len)
-        return SessionCall(session, asked, served.codec, self._prompts, self._forced)
+            pictures = served.engine.frontend.inputs.pictures
+            self._prompts = PromptCache(served.codec, served.max_model_len, pictures)
+        return SessionCall(session, asked, served.codec, self._prompts, self._forced, lambda: served.weight_version)
 
     def _forget(self, session_id: str) -> None:
         kept = self._retries.pop(session_id, None)

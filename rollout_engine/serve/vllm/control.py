@@ -82,10 +82,16 @@ async def is_sleeping(served: Served, asked: Asked) -> Reply:
 
 
 async def reset_prefix_cache(
-    served: Served, asked: Asked, *, reset_running_requests: bool = False, reset_external: bool | None = None
+    served: Served,
+    asked: Asked,
+    *,
+    reset_running_requests: bool = False,
+    reset_external: bool | None = None,
+    reset_connector: bool | None = None,
 ) -> Reply:
     """Forget every known prefix. Not needed after an update: KV is keyed by the version that made it."""
-    done = await served.engine.reset_prefix_cache(reset_running_requests)
+    with_connector = bool(reset_external or reset_connector)
+    done = await served.engine.reset_prefix_cache(reset_running_requests, with_connector)
     return Reply({"success": done, "message": "" if done else "requests in flight hold KV blocks"})
 
 

@@ -10,6 +10,7 @@ alike.
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.tool_call import ToolCall
@@ -31,6 +32,8 @@ _QUESTION = {"role": "user", "content": "A question: 3c2d1e0f."}
 _NEXT = {"role": "user", "content": "The next question."}
 _OPENING = re.compile(r"(?:<[\w:]*think>|\[THINK\])\s*\Z")
 """The end of a prompt that opens thinking."""
+_KNOWN: "WeakKeyDictionary[TextCodec, dict[str, dict[BridgeKind, Reason]]]" = WeakKeyDictionary()
+_MOST_KNOWN = 64
 _WORDS, _THOUGHT = "Some words: 0f1e2d3c.", "Let me see: 1e0f."
 
 
@@ -63,6 +66,17 @@ def try_bridges(codec: TextCodec, options: ChatOptions, name: str | None = None)
         if number == 1 and (thought := form.write(_THOUGHT, "")) is not None:
             found["thinking before a call"] = trial.reason(thought + said)
     return found
+
+
+def known_bridges(codec: TextCodec, options: ChatOptions, name: str | None = None) -> dict[BridgeKind, Reason]:
+    """`try_bridges`, whose trials are made once for a template and its options."""
+    key = repr((codec.find_template(options.get("chat_template"), options.get("tools")), sorted(options.items()), name))
+    known = _KNOWN.setdefault(codec, {})
+    if key not in known:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = try_bridges(codec, options, name)
+    return known[key]
 
 
 def needs_parts(codec: TextCodec, options: ChatOptions, form: AnswerFormat) -> bool:

@@ -38,7 +38,7 @@ def few_scored_tokens(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_on_states_give_every_sequence_its_own_tokens(make_rig, some_of, shape, spare, seed):
     rig = make_rig(**sizes_of(shape, spare))
-    run(rig, f"states {shape} {spare} {seed}", some_of(800))
+    run(rig, f"states {shape} {spare} {seed}", some_of(500))
     assert {end.finish_reason for end in rig.ends.values()} >= {"stop", "length"}
 
 
@@ -49,7 +49,7 @@ def test_random_drafts_on_states_give_every_sequence_its_own_tokens(make_rig, so
     rig = make_oracle_rig(make_rig, **sizes_of(shape, spare))
     if rig.config.async_scheduling:
         pytest.skip("nothing is drafted behind a step in flight")
-    run(rig, f"drafted states {shape} {spare} {seed}", some_of(800))
+    run(rig, f"drafted states {shape} {spare} {seed}", some_of(500))
     drafts = rig.core.stats.drafts
     assert shape == "small budget" or sum(drafts.num_drafted) > sum(drafts.num_accepted) > 0
 

@@ -248,8 +248,9 @@ class PinningMonkey(Monkey):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_random_pins_are_kept_to_the_token(make_rig, shape, ahead):
-    for seed in range(2):
+@pytest.mark.parametrize("seeds", [[0], pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["one", "more"])
+def test_random_pins_are_kept_to_the_token(make_rig, shape, ahead, seeds):
+    for seed in seeds:
         rig = make_rig(policy_version=3, async_scheduling=ahead, **shape)
         monkey = PinningMonkey(rig, seed)
         for _ in range(300):

@@ -30,6 +30,8 @@ def test_where_it_runs_is_chosen_by_the_caller():
     [
         ("reasoning_gim:x", {}, "Unknown family 'reasoning_gim'. Did you mean 'reasoning_gym'"),
         ("nothing", {}, "'nothing' names no environment; give 'family:name'. Unknown family"),
+        ("agnt:my_agent.py", {}, "Unknown family 'agnt'. Did you mean 'agent'"),
+        ("agent:my_agent.py", {}, "rollout\\(tasks, env='agent:COMMAND'\\)"),
         (Countdown(), {}, "Give the class itself"),
         (Countdown, {"placement": "moon"}, "'threads' or 'processes'"),
         (Countdown, {"num_workers": 0}, "at least 1"),

@@ -20,7 +20,9 @@ from rollout_engine.cli.schedule_replay import replay
 from rollout_engine.core.config import CoreConfig
 from rollout_engine.core.engine_core import EngineCore
 from rollout_engine.core.fake_executor import FakeExecutor
+from rollout_engine.core.fake_tier import FakeStore, num_slot_bytes
 from rollout_engine.core.scheduler import Scheduler
+from rollout_engine.core.tier import Tier
 from rollout_engine.engine.history import History
 from rollout_engine.process import post_mortem
 from rollout_engine.process.post_mortem import AddLine, CallLine, EndLine, LiveLine, StepLine
@@ -45,13 +47,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "post-mortems"
 
 
-def live_through(seed, num_steps, pools=0.0, **options):
+def live_through(seed, num_steps, pools=0.0, has_tier=False, **options):
     """The history of a core after random requests, aborts, pauses, resets and updates."""
     choose = random.Random(seed)
     scripts = {i: [100 * i + j for j in range(i % 11)] + [STOP] for i in range(0, 5_000, 3)}
-    core = EngineCore(FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE, scripts=scripts, **options), CONFIG)
+    executor = FakeExecutor(block_size=4, vocab_size=VOCAB_SIZE, scripts=scripts, **options)
+    next_id, version, tier = 0, 0, None
+    if has_tier:
+        store = executor.transfer.store = FakeStore(misses=0.1, forgets=0.1, seed=seed)
+        size = num_slot_bytes(4)
+        tier = Tier(store, block_bytes=size, weights=lambda: f"{version}", save_now=executor.save_kv)
+    core = EngineCore(executor, msgspec.structs.replace(CONFIG, has_tier=has_tier), tier=tier)
     history = History(core)
-    next_id, version = 0, 0
     for _ in range(num_steps):
         if choose.random() < 0.4:
             shared = [7] * choose.choice([0, 20, 40])
@@ -78,6 +85,7 @@ def live_through(seed, num_steps, pools=0.0, **options):
         if choose.random() < 0.03:
             version += 1
             core.begin_update()
+            executor.transfer.weights_serial = version
             core.commit_version(version, choose.choice(["keep", "recompute"]))
             core.end_update(dirty=False)
         core.step()
@@ -95,6 +103,15 @@ def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypat
     kinds = [type(line) for line in lines]
     assert {AddLine, CallLine, StepLine, EndLine} <= set(kinds)
     found = replay(lines)
+    assert (found.num_steps, found.difference, found.failure) == (300, "", "")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_blocks_that_a_connector_gave_are_given_again(folder, monkeypatch, seed):
+    monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)
+    history = live_through(seed, num_steps=300, has_tier=True)
+    assert history._core.stats.kv_tier.num_loaded > 5
+    found = replay(post_mortem.read_post_mortem(post_mortem.write_post_mortem(history, "the test ends it")))
     assert (found.num_steps, found.difference, found.failure) == (300, "", "")
 
 

@@ -3,7 +3,12 @@
 import gc
 from contextlib import contextmanager
 
+import pytest
+
 from rollout_engine.rollouts.journal import journal
+
+EACH_KILL = pytest.mark.parametrize("distance", [17, pytest.param(1, marks=pytest.mark.slow)], ids=["few", "each"])
+"""Kills at one write in `distance`, which is no multiple of three, so that kills of all kinds are among them."""
 
 
 class Killed(BaseException):

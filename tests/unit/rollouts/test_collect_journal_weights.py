@@ -38,8 +38,8 @@ def recalled(monkeypatch):
     """Indexes of the groups whose contents were taken from the journal."""
     found, recall = [], GroupJournal.recall
 
-    def noted(self, task):
-        contents = recall(self, task)
+    def noted(self, task, *pictures):
+        contents = recall(self, task, *pictures)
         found.extend([] if contents is None else [task.index])
         return contents
 

@@ -172,16 +172,23 @@ def test_errors_below_a_session_have_the_dialects_shape(gateway):
     path = f"/sessions/{made['id']}/v1/messages"
     problem = gateway.send("POST", path, {"max_tokens": 4}, headers=headers).json()
     assert problem["type"] == "error" and "messages is missing" in problem["error"]["message"]
+    assert '"messages": [{"role": "user"' in problem["error"]["message"]
+    problem = gateway.send("POST", path, {"messages": HELLO}, headers=headers).json()
+    assert 'max_tokens is missing: give it, for example "max_tokens": 1024' in problem["error"]["message"]
+    body = {"messages": HELLO, "max_tokens": 4, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+    problem = gateway.send("POST", path, body, headers=headers).json()
+    assert "tools=['add'] is not allowed" in problem["error"]["message"]
+    assert "chat_template=" in problem["error"]["message"]
     headers["x-api-key"] = "wrong"
     assert gateway.send("POST", path, {"max_tokens": 4}, headers=headers).json()["type"] == "error"
 
 
 def test_known_responses_are_bounded():
-    known = KnownResponses(most=2, most_chars=100)
+    known = KnownResponses(most=2, most_bytes=900)
     for name in "abc":
         known.add(name, [], [{"role": "user", "content": "x" * 10}])
     assert (known.get("a"), len(known)) == (None, 2)
-    known.add("d", known.get("c"), [{"role": "user", "content": "x" * 80}])
+    known.add("d", known.get("c"), [{"role": "user", "content": "x" * 200}])
     assert known.get("c") is None and len(known.get("d")) == 2
-    known.add("e", [], [{"role": "user", "content": "x" * 200}])
+    known.add("e", [], [{"role": "user", "content": "x" * 800}])
     assert len(known) == 0

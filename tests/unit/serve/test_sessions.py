@@ -304,6 +304,8 @@ def test_a_session_that_cannot_be_is_refused(agents, fields, said):
 def test_a_request_that_would_break_the_rows_is_refused(agents, session, more, said):
     response = agents.chat(session, CHAT | more)
     assert response.status_code == 400 and said in response.json()["error"]["message"]
+    if said == "truncate_prompt_tokens":
+        assert "send fewer messages" in response.json()["error"]["message"]
     assert agents.held(session).num_open == 0
 
 

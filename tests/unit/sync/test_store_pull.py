@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import sync
+from sync import store_pull
 from sync.errors import SyncError, TransferTimeout
 from sync.pointer import read_pointer
 from sync.store_server import _MAX_CONNECTIONS
@@ -138,6 +139,45 @@ def test_a_damaged_copy_is_fetched_anew(served, copy):
     assert read(copy) == (2, served.versions[2])
 
 
+@pytest.mark.parametrize("newer", [0, 1])
+@pytest.mark.parametrize("behind", [0, 2])
+def test_bytes_of_a_copy_that_were_changed_are_fetched_anew(served, copy, caplog, fetched, behind, newer):
+    sync.pull(served.server.url, copy, key=KEY)
+    served.publish(behind)
+    sync.pull(served.server.url, copy, key=KEY)
+    path = next(copy.glob("versions/*/layer.1.memmap"))
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    with open(path, "r+b") as file:
+        file.write(content)
+    served.publish(newer)
+    with caplog.at_level(logging.WARNING):
+        manifest = sync.pull(served.server.url, copy, key=KEY)
+    version = 1 + behind + newer
+    assert manifest.version == version and read(copy) == (version, served.versions[version])
+    assert any("is damaged" in line and "layer.1" in line for line in caplog.messages)
+    assert fetched[-1][1] == "tensors"
+
+
+def test_a_copy_is_digested_once_for_each_state_of_its_files(served, copy, monkeypatch):
+    checked = []
+    check_tensors = store_pull.check_tensors
+    monkeypatch.setattr(store_pull, "check_tensors", lambda *args: checked.append(1) or check_tensors(*args))
+    sync.pull(served.server.url, copy, key=KEY)
+    assert not checked, "what was fetched has its digests"
+    sync.pull(served.server.url, copy, key=KEY)
+    sync.pull(served.server.url, copy, key=KEY)
+    assert len(checked) == 2, "files that were just written may be written again within a tick of the clock"
+    monkeypatch.setattr(store_pull, "_SETTLED_NS", 0)
+    for _ in range(3):
+        sync.pull(served.server.url, copy, key=KEY)
+    assert len(checked) == 3
+    path = next(copy.glob("versions/*/layer.1.memmap"))
+    path.touch()
+    sync.pull(served.server.url, copy, key=KEY)
+    assert len(checked) == 4
+
+
 def test_a_connection_that_breaks_is_made_again_for_the_rest(served, copy, monkeypatch):
     read_tensors = sync.store_server._read_tensors
     broken = []
@@ -192,6 +232,11 @@ def test_a_server_without_a_key_is_refused(tmp_path, key):
         sync.serve_store(tmp_path, key=key)
 
 
+def test_a_directory_that_is_not_there_is_not_served(tmp_path):
+    with pytest.raises(SyncError, match="is no directory.*sync.publish"):
+        sync.serve_store(tmp_path / "typo", key=KEY)
+
+
 def test_a_server_that_is_gone_or_no_url_is_an_error(served, copy):
     url = served.server.url
     served.server.close()
@@ -220,7 +265,7 @@ def test_tied_and_empty_tensors_are_kept(tmp_path, copy):
         assert published.tensors["head"] is published.tensors["embed"]
 
 
-@pytest.mark.parametrize("num_kills", [25, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, copy, num_kills):
     served.publish(5)
     sync.pull(served.server.url, copy, key=KEY)

@@ -11,7 +11,7 @@ class FakeSession:
         self.id, self.api_key, self.sampling = f"session-{number}", f"key-{number}", sampling
         self.openai_base_url = f"http://localhost/sessions/{self.id}/v1"
         self.anthropic_base_url = f"http://localhost/sessions/{self.id}"
-        self.is_closed, self._rows = False, []
+        self.is_closed, self._rows, self.ended_by = False, [], None
 
     def say(self, *token_ids, reward=None):
         sample = SimpleNamespace(token_ids=list(token_ids), version_spans=[])
@@ -36,9 +36,10 @@ class FakeGateway:
     def __init__(self):
         self.sessions, self.is_closed, self._lock = [], False, threading.Lock()
 
-    def session(self, *, sampling_params, tokens=None):
+    def session(self, *, sampling_params, tokens=None, pin_version=False):
         with self._lock:
             made = FakeSession(len(self.sessions), sampling_params)
+            made.pin_version = pin_version
             self.sessions.append(made)
             return made
 

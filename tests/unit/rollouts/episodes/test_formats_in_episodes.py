@@ -85,3 +85,29 @@ def test_an_unknown_format_is_refused_and_dsml_is_named(played):
         played("kimi", ["3"], tool_format="json")
     batch, _, _ = played("kimi", [DSML.replace("x, y", "2"), "3"], tool_format="dsml", special=False)
     assert batch["num_turns"].tolist() == [2]
+
+
+def test_tools_whose_results_could_follow_no_call_are_refused_before_anything_is_sampled(played, monkeypatch):
+    monkeypatch.setattr(Asks, "reset", lambda self, seed: pytest.fail("an episode has begun"))
+    template = TEMPLATES["hermes"].replace("{{ m.content }}", "{{ m.content | replace('<tool_call>', '<call>') }}")
+    with pytest.raises(RequestError, match="of answers with .*one call.*becomes.*on_rewrite='branch'"):
+        played("hermes", ["3"], chat_template=template)
+
+
+def test_kinds_of_calls_that_would_end_an_episode_are_warned_of(played, caplog):
+    batch, _, _ = played("mistral", [CALLS["mistral"], "3"])
+    assert not any(batch["error"])
+    assert "an answer is thinking before a call end there" in caplog.text
+
+
+def test_text_forms_stand_in_parts_if_the_template_takes_results_behind_calls_alone(played):
+    refuses = (
+        "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('') }}{% endif %}"
+    )
+    template = TEMPLATES["hermes"].replace("{% for m in messages %}", "{% for m in messages %}" + refuses)
+    call = f'<tool_call>\n{{"name": "add", "arguments": {ASKED}}}\n</tool_call>'
+    batch, actions, codec = played("hermes", [f"\n{call}", "3"], chat_template=template)
+    assert not any(batch["error"]) and batch["num_turns"].tolist() == [2] and len(actions) == 1
+    [answer] = [message for message in batch["messages"][0] if message.get("tool_calls")]
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 2}
+    assert codec.decode(row_ids(batch, 0)).count(call) == 1

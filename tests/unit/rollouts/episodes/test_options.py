@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_engine.base.errors import LifecycleError, RequestError
+from rollout_engine.base.errors import ConfigError, LifecycleError, RequestError
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.rollouts.policy import RolloutPolicy
 from tests.unit.fake_engine import make_engine
@@ -36,6 +36,12 @@ def test_arguments_that_do_not_fit_are_refused(policy, options, message):
 def test_prompts_and_an_environment_exclude_each_other(policy):
     with pytest.raises(RequestError, match="rollout\\(None, params, env=...\\)"):
         policy.rollout(["hello"], PARAMS, env=Counting, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name, meant", [("agnt:my_agent.py", "agent"), ("reasoning_gim:x", "reasoning_gym")])
+def test_a_name_that_is_none_is_refused_before_the_prompts_beside_it(policy, name, meant):
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        policy.rollout(["hello"], PARAMS, env=name, use_tqdm=False)
 
 
 def test_an_engine_without_a_tokenizer_is_refused():

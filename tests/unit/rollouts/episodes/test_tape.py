@@ -12,7 +12,7 @@ from rollout_engine.rollouts.journal.identity import FrontendWeights
 from rollout_engine.rollouts.policy import RolloutPolicy
 from tests.unit.fake_engine import CODEC, make_engine
 from tests.unit.rollouts.episodes.playing import Counting, Endless, play
-from tests.unit.rollouts.killed_writes import killed_at
+from tests.unit.rollouts.killed_writes import EACH_KILL, killed_at
 
 SIX = {"num_episodes": 3, "num_samples": 2}
 
@@ -63,13 +63,14 @@ class Failing(Counting):
         return super().step(action)
 
 
+@EACH_KILL
 @pytest.mark.parametrize("on_resume", ["replay", "anew"])
-def test_rows_are_those_of_an_undisturbed_rollout_whichever_write_is_the_last(tmp_path, on_resume):
+def test_rows_are_those_of_an_undisturbed_rollout_whichever_write_is_the_last(tmp_path, on_resume, distance):
     whole = play(make_policy(), **SIX)
     with killed_at(0) as writes:
         play(make_policy(), journal=tmp_path / "whole", **SIX)
     assert len(writes) > 50
-    for number in range(1, len(writes) + 1, 2):
+    for number in range(1, len(writes) + 1, distance):
         options = {"journal": tmp_path / str(number), "on_resume": on_resume}
         with killed_at(number):
             play(make_policy(), **options, **SIX)

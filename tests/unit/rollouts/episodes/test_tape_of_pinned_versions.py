@@ -8,7 +8,7 @@ from rollout_engine.rollouts.journal.identity import FrontendWeights
 from tests.unit.rollouts.episodes.playing import Counting, play, sampled_turns
 from tests.unit.rollouts.episodes.test_pinned_versions import push, versions_of
 from tests.unit.rollouts.episodes.test_tape import SIX, Drifting, assert_same, make_policy
-from tests.unit.rollouts.killed_writes import killed_at
+from tests.unit.rollouts.killed_writes import EACH_KILL, killed_at
 
 PINNED = {"pin_version": True, "num_samples": 2}
 
@@ -35,11 +35,12 @@ def play_with_a_push(**options):
     return play(Pushing.policy, Pushing, **PINNED, **options)
 
 
-def test_episodes_that_an_update_ended_return_as_they_were_whichever_write_is_the_last(tmp_path):
+@EACH_KILL
+def test_episodes_that_an_update_ended_return_as_they_were_whichever_write_is_the_last(tmp_path, distance):
     with killed_at(0) as writes:
         whole = play_with_a_push(journal=tmp_path / "whole")
     assert "policy_version" in whole["ended_by"] and len(writes) > 10
-    for number in range(1, len(writes) + 1):
+    for number in range(1, len(writes) + 1, distance):
         with killed_at(number):
             play_with_a_push(journal=tmp_path / str(number))
         made = play_with_a_push(journal=tmp_path / str(number))

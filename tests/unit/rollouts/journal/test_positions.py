@@ -1,11 +1,13 @@
 """Positions of collectors: the rows and the run that they belong to are compared before anything is sampled."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_engine.base.errors import RequestError
+from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.sampling_params import SamplingParams
 from rollout_engine.rollouts.journal.position import (
     Counts,
@@ -105,3 +107,8 @@ def test_rows_are_compared_by_their_contents():
     values = ["a", b"a", 1, 1.0, True, None, [1], (1, 2), {"a": 1}, {"a": "1"}, [[1]], [1, []], {"a"}, np.ones(2)]
     assert len({digest("p", value=value) for value in values}) == len(values)
     assert digest("a") != digest("b") and digest("a", x=1) != digest("a", y=1)
+    picture, other = (Picture.of({"pixel_values": np.full(4, value)}) for value in (1.0, 2.0))
+    placed = [PlacedPicture(0, 2, picture), PlacedPicture(0, 2, other), PlacedPicture(1, 3, picture)]
+    values = [Path("a.png"), Path("b.png"), picture, other, *placed, np.ones((2, 2)), np.ones((1, 4)), np.zeros((2, 2))]
+    assert len({digest("p", value=value) for value in values}) == len(values)
+    assert digest("p", value=Path("a.png")) == digest("p", value="a.png")

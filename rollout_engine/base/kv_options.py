@@ -1,0 +1,24 @@
+"""Options that do not go with a KV connector."""
+
+from typing import Any
+
+from rollout_engine.base.errors import ConfigError
+
+
+def check_kv_connector(config: Any) -> None:
+    """Raise `ConfigError` if options of an `EngineConfig` do not go with its `kv_connector`."""
+    if config.kv_connector is None:
+        if config.kv_connector_bytes is not None:
+            raise ConfigError(
+                f"kv_connector_bytes={config.kv_connector_bytes} is the size of a kv_connector, and there is none. "
+                "Give one, or leave kv_connector_bytes out."
+            )
+        return
+    found = {"enable_prefix_caching=False": (not config.enable_prefix_caching, "nothing is looked up")}
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(config, name, 1)
+        found[f"{name}={size}"] = (size > 1, "KV of a model that is divided is not saved or loaded")
+    for other, (is_set, reason) in found.items():
+        if is_set:
+            mine = f"kv_connector={config.kv_connector!r}"
+            raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")

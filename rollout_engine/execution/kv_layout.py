@@ -1,0 +1,42 @@
+"""Facts that the bytes of KV depend on, apart from weights and tokens: the namespace in which engines share them."""
+
+import hashlib
+import json
+
+import torch
+from transformers import PretrainedConfig
+
+from rollout_engine.base.config import EngineConfig
+from rollout_engine.execution.made_with import arithmetic_of
+from rollout_engine.kv.connector import KVLayout
+from rollout_engine.model.backend import Backend
+from rollout_engine.model.sequences.kv_transfer import KVTransfer
+
+_OF_FILES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "_commit_hash")
+"""Entries of a configuration about its origin."""
+
+
+def describe_layout(
+    config: EngineConfig, model: PretrainedConfig, backend: Backend, transfer: KVTransfer, device: torch.device
+) -> KVLayout:
+    """The layout of a loaded model's blocks. Engines of equal layouts and weights have equal KV."""
+    settings = {
+        "deterministic": str(backend.is_deterministic),
+        "quantization": str(config.quantization),
+        **arithmetic_of(device),
+    }
+    return KVLayout(
+        model=f"{type(model).__name__} {_digest_of(model)}",
+        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in transfer.block_tensors()})),
+        block_size=config.tokens_per_block,
+        block_bytes=transfer.block_bytes,
+        state_bytes=transfer.state_bytes,
+        made_with="; ".join(f"{name} {value}" for name, value in sorted(settings.items())),
+        pool=f"{device.type}: {transfer.describe_shapes()}",
+    )
+
+
+def _digest_of(model: PretrainedConfig) -> str:
+    """Digest of a configuration, without the entries that name its files."""
+    entries = {name: value for name, value in model.to_dict().items() if name not in _OF_FILES}
+    return hashlib.blake2b(json.dumps(entries, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,66 @@
+"""KV that leaves a device and comes back: the bytes of blocks, and whole engines."""
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_engine import SamplingParams
+from rollout_engine.base.messages import KVLoad, KVSave
+from rollout_engine.model.sequences.kv_transfer import KVTransfer
+from tests.unit.model.cuda.test_kv_pool import held, pool, refill  # noqa: F401
+
+# Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered in log:RuntimeWarning",
+)
+PROMPT = [3 + 7 * i % 50 for i in range(70)]
+DRAWN = SamplingParams(temperature=0.8, max_tokens=3, logprobs=0, n=2, seed=3, ignore_eos=True)
+
+
+def test_blocks_are_read_before_they_are_written_and_come_back(pool):  # noqa: F811
+    saved = {}
+    transfer = KVTransfer(pool, lambda key, data: saved.update({key: bytes(data)}))
+    finish = transfer.begin_saves([KVSave(5, b"five"), KVSave(2, b"two")])
+    for tensor in pool.tensors():
+        tensor[5] = tensor[2] = 99
+    finish()
+    transfer.load([KVLoad(0, memoryview(saved[b"five"])), KVLoad(7, memoryview(saved[b"two"]))])
+    assert held(pool) == [5, 1, 99, 3, 4, 99, 6, 2]
+    assert {len(data) for data in saved.values()} == {transfer.block_bytes}
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "deepseek_v3"))],
+)
+def test_an_engine_on_a_device_finds_the_kv_that_it_saved(engine_on, architecture):
+    llm = engine_on("device", architecture, kv_connector="host", deterministic=True)
+    found = []
+    for _ in range(2):
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], DRAWN, use_tqdm=False)
+        assert llm.reset_prefix_cache()
+        found.append(output)
+    before, after = found
+    counters = llm.get_metrics().core.counters.kv_tier
+    size = llm.llm_engine.frontend.client.info.block_size
+    assert counters.num_loaded >= (len(PROMPT) - 1) // size and after.num_cached_tokens >= len(PROMPT) - 1 - size
+    for one, other in zip(before.outputs, after.outputs, strict=True):
+        assert one.token_ids == other.token_ids and np.array_equal(one.logprobs, other.logprobs)
+
+
+def test_states_and_blocks_move_apart(pool):  # noqa: F811
+    states = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+
+    class Pools:
+        def tensors(self):
+            return pool.tensors()
+
+    Pools.states = type("States", (), {"tensors": lambda self: iter([states])})()
+    saved = {}
+    transfer = KVTransfer(Pools(), lambda key, data: saved.update({key: bytes(data)}))
+    transfer.save([KVSave(1, b"block"), KVSave(2, b"state", is_state=True)])
+    transfer.load([KVLoad(0, memoryview(saved[b"state"]), is_state=True), KVLoad(3, memoryview(saved[b"block"]))])
+    assert states[0].tolist() == [6, 7, 8] and held(pool)[3] == 1
+    assert transfer.state_bytes == 6
