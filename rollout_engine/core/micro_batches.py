@@ -53,7 +53,7 @@ class MicroBatches:
         return sequence.num_pending_tokens > 0 or self.is_full
 
     def first_ready(self, parked: Rows[Sequence]) -> list[Sequence]:
-        """The first parked sequence, of several stages the first that awaits no token; in a list, which may be empty."""
+        """The first parked sequence, with several stages the first that awaits no token, in a list; or none."""
         if not self.are_several:
             return list(parked[:1])
         return list(islice((sequence for sequence in parked if not sequence.num_pending_tokens), 1))

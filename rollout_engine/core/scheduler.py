@@ -214,9 +214,8 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, budget: int) -> int:
         num_passed = 0
         while budget and len(self.running) < self._max_num_seqs:
-            parked = self._micro.first_ready(self.parked)
-            sequence = min(self.waiting[num_passed : num_passed + 1] + parked, default=None)
-            if sequence is None or self._must_wait(sequence):
+            first = self.waiting[num_passed : num_passed + 1] + self._micro.first_ready(self.parked)
+            if not first or self._must_wait(sequence := min(first)):
                 break
             if self._looks_up(sequence) and not self.tables.attach_prefix(sequence):
                 num_passed += 1
