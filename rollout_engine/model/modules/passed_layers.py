@@ -1,4 +1,4 @@
-"""What stands in a module in place of parts that other stages of a pipe have: layers, the embedding and the head.
+"""Stand-ins for the parts of a module that other stages of a pipe have: layers, the embedding and the head.
 
     stage 0   embedding, layers 0 to 3, layers that pass on                     no head
     stage 1   zeros, layers that pass on, the last of which is the entrance, layers 4 to 7, norm, head

@@ -99,7 +99,7 @@ def cut_stage(module: PreTrainedModel, plan: StagePlan, cut: ModelCut, pipe: Pip
         _replace_child(module, head, AbsentHead(head))
     for index, layer in enumerate(layers):
         if index not in own:
-            form = dict(attends=cut.geometry[index].attends, num_outputs=plan.num_outputs[index])
+            form: dict[str, Any] = dict(attends=cut.geometry[index].attends, num_outputs=plan.num_outputs[index])
             passed = PassedLayer(layer, **form)
             if index == own.start - 1:
                 passed = EntranceLayer(layer, pipe.enter_module, **form)
