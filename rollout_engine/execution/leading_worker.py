@@ -31,14 +31,15 @@ class LeadingWorker(Worker):
     """A `Worker` whose updates, sleeps and steps are those of all ranks."""
 
     def __init__(self, config: EngineConfig, team: RankTeam) -> None:
-        self._team = team
+        names = [name for name in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, name) > 1]
+        self._team, self._cut = team, " and ".join(f"{name}={getattr(config, name)}" for name in names)
         super().__init__(config, team.seat)
 
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
         resident = super()._resident_weights(loaded, backend, device)
         self._own = resident.updater
         held = cast(HeldWeights, self._own.weights)
-        parts = RankParts(held, loaded.cut.parts, self._team.seat.exchange.window)
+        parts = RankParts(held, loaded.cut.parts, self._team.exchange.window)
         weights = TeamWeights(self._team, held, parts, loaded.cut.whole)
         checks = ManifestChecks(loaded.cut.whole, loaded.aliases, loaded.names)
         resident.updater = WeightUpdater(weights, checks, weights.writer, config=loaded.module.config)
@@ -57,10 +58,10 @@ class LeadingWorker(Worker):
         return LazyTensors(self._own.live("live_weights"), self._own.values)
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> NoReturn:
-        raise LifecycleError(_not_with_ranks("watch_layers", self._team.num_ranks))
+        raise LifecycleError(_not_with_ranks("watch_layers", self._cut))
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> NoReturn:
-        what = _not_with_ranks("apply_model", self._team.num_ranks)
+        what = _not_with_ranks("apply_model", self._cut)
         raise LifecycleError(f"{what} A function cannot be sent to another process: use a worker extension.")
 
     def _write_shards(self, directory: Path, files: ShardFiles) -> list[list[TensorSpec]]:
@@ -82,5 +83,5 @@ class LeadingWorker(Worker):
         self._team.ask("restore_weights", super().restore_weights)
 
 
-def _not_with_ranks(verb: str, num_ranks: int) -> str:
-    return f"{verb}: not possible with tensor_parallel_size={num_ranks}: every rank has only a part of the model."
+def _not_with_ranks(verb: str, cut: str) -> str:
+    return f"{verb}: not possible with {cut}: every rank has only a part of the model."

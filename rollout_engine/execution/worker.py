@@ -63,6 +63,7 @@ class Worker:
         self._weights = self._resident_weights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
         self._has_columns = loaded.cut is not None and bool(loaded.cut.columns)
+        self._num_stages = config.pipeline_parallel_size
         loaded = loaded._replace(targets={}, cut=None, tower=None)
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
@@ -163,6 +164,7 @@ class Worker:
             partial(self._write_shards, files=files),
             has_columns=self._has_columns,
             shard_files=files,
+            num_stages=self._num_stages,
         )
 
     def _write_shards(self, directory: Path, files: ShardFiles) -> list[list[TensorSpec]]:

@@ -17,7 +17,7 @@ from rollout_engine.model.admission.gate import admit, build_module, names_of_pa
 from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
-from rollout_engine.model.loading.cut_parts import cut_whole, divide_whole
+from rollout_engine.model.loading.cut_model import cut_whole, divide_whole
 from rollout_engine.model.loading.picture_tower import join_parts, load_tower, table_of
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
@@ -64,7 +64,7 @@ def load_model(
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
     hf_config, config_file = read_config(directory)
-    state = _read_state(config, directory, config_file, seat)
+    state = _read_state(config, directory, config_file)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
@@ -94,7 +94,7 @@ def load_model(
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
         state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
-        state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
+        state.load(directory, 0 if seat is None else seat.team.rank, _each_once(table, targets))
     elif not is_dummy:
         table.load(entries, names, parts=cut and cut.parts)
     with as_config_errors():
@@ -148,7 +148,7 @@ def _check_indexed(device: torch.device, *, has_ranks: bool) -> None:
     if has_ranks:
         raise ConfigError(
             "tensor_parallel_size: a model that attends to positions chosen by an indexer is served by one process. "
-            "Leave tensor_parallel_size out."
+            "Leave tensor_parallel_size out, and pipeline_parallel_size."
         )
 
 
@@ -197,13 +197,11 @@ def find_geometry(name: str, dtype: torch.dtype) -> tuple[PretrainedConfig, list
     return module.config, _admit(module, hf_config, _CPU, has_ranks=False)
 
 
-def _read_state(
-    config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None
-) -> ShardedState | None:
+def _read_state(config: EngineConfig, directory: Path, config_file: SnapshotFile) -> ShardedState | None:
     """The state that a sharded directory describes; None for another kind of directory."""
     if config.load_format != "sharded":
         return None
-    state = ShardedState.read(directory, 1 if seat is None else seat.num_ranks)
+    state = ShardedState.read(directory, config.tensor_parallel_size, config.pipeline_parallel_size)
     with as_config_errors():
         state.check_description(directory, config_file.content())
     state.check_dtype(config.dtype)
@@ -253,9 +251,9 @@ def _check_head_place(head_kind: HeadKind | None, device: torch.device, seat: Se
             "A checkpoint with a head that classifies is served on a CPU only: use device='cpu', or load a causal LM."
         )
     if head_kind is not None and seat is not None:
+        option = "tensor_parallel_size" if seat.pipe is None else "pipeline_parallel_size"
         raise ConfigError(
-            "tensor_parallel_size: a checkpoint with a head that classifies is served by one process. Leave "
-            "tensor_parallel_size out."
+            f"{option}: a checkpoint with a head that classifies is served by one process. Leave {option} out."
         )
 
 

@@ -55,12 +55,17 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the ranks have columns of some weights, as they do if sums are split."""
     shards: list[WeightManifest]
     """The tensors of each rank; the version is the policy's when it was saved."""
+    num_stages: int = 1
+    """Stages that the layers were divided among."""
     files: list[list[str]] = []
     """The files of each rank, if they have other names than `ShardFiles` gives by default; else none."""
 
     @classmethod
-    def read(cls, directory: Path, num_ranks: int) -> "ShardedState":
-        """The state in a directory. Raises `ConfigError` if there is none, or one of another number of ranks."""
+    def read(cls, directory: Path, num_ranks: int, num_stages: int = 1) -> "ShardedState":
+        """The state in a directory. Raises `ConfigError` if there is none, or one of another number of ranks.
+
+        `num_ranks`: those of each stage.
+        """
         path = directory / STATE_FILE
         if not os.path.lexists(path):
             raise ConfigError(
@@ -79,10 +84,15 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{path} is damaged: {problem}. {_AGAIN}")
             for shard in state.shards:
                 shard.check()
-        if len(state.shards) != num_ranks:
+        if state.num_stages != num_stages:
+            raise ConfigError(
+                f"pipeline_parallel_size={num_stages} is not allowed: {directory} was saved with "
+                f"pipeline_parallel_size={state.num_stages}. Give that, or load the checkpoint that it was made from."
+            )
+        if len(state.shards) != num_ranks * num_stages:
             raise ConfigError(
                 f"tensor_parallel_size={num_ranks} is not allowed: {directory} was saved with tensor_parallel_size="
-                f"{len(state.shards)}. Give that, or load the checkpoint that it was made from."
+                f"{len(state.shards) // num_stages}. Give that, or load the checkpoint that it was made from."
             )
         return state
 
@@ -181,6 +191,7 @@ def save_state(
     *,
     has_columns: bool = False,
     shard_files: ShardFiles = ShardFiles(),  # noqa: B008 (it is frozen)
+    num_stages: int = 1,
 ) -> None:
     """Write a sharded state to `path`, which may be an empty directory but not another one.
 
@@ -203,6 +214,7 @@ def save_state(
                 has_columns=has_columns,
                 shards=shards,
                 files=[] if is_plain else shard_files.found_in(unfinished, len(shards)),
+                num_stages=num_stages,
             )
             _write(unfinished / STATE_FILE, msgspec.json.encode(state))
             _sync_directory(unfinished)

@@ -74,8 +74,20 @@ class ModelCut(NamedTuple):
     """Every accepted name as a view of the weights as they were before, without values."""
     parts: dict[str, Part]
     """The parts that the rank holds, by name."""
+    stage: Any = None
+    """The rank's stage, a `ranks.stages.Stage`, if layers are divided among several."""
     group: ExpertGroup | None = None
     """The group whose engines divide the experts, and nothing else; None if ranks of one engine divide the model."""
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether several ranks compute each layer."""
+        return self.seat.num_ranks > 1
+
+    @classmethod
+    def none(cls, geometry: list[LayerGeometry], seat: Seat) -> "ModelCut":
+        """That of a rank which computes its layers alone."""
+        return cls(seat, [], [], [], None, {}, {}, geometry, {}, {})
 
 
 def cut_module(

@@ -1,6 +1,9 @@
-"""Cuts a built module: over the ranks of an engine, or its experts over the engines of a group."""
+"""Cuts a module that was built whole: over ranks, into stages, or its experts over engines, and names the parts."""
+
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_engine.base.errors import ConfigError
@@ -13,8 +16,11 @@ from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.ranks.cut import ModelCut, cut_module
 from rollout_engine.model.ranks.divided_experts import divide_experts
 from rollout_engine.model.ranks.expert_group import ExpertGroup
-from rollout_engine.model.ranks.part import part_of
+from rollout_engine.model.ranks.part import Part, part_of
 from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.ranks.stages import cut_stage, plan_stages, stage_parts
+
+_CPU = torch.device("cpu")
 
 
 def cut_whole(
@@ -31,11 +37,20 @@ def cut_whole(
 
     `tower`: every rank has all of it.
     """
-    cut = cut_module(module, geometry, seat, keep_values=keep_values)
-    if device.type != "cpu":  # only now: the whole may not fit there
+    plan = None if seat.pipe is None else plan_stages(module, geometry, seat.pipe.num_stages)
+    is_divided = plan is not None and seat.num_ranks == 1
+    cut = ModelCut.none(geometry, seat) if is_divided else cut_module(module, geometry, seat, keep_values=keep_values)
+    if plan is not None and seat.pipe is not None:
+        cut = cut_stage(module, plan, cut, seat.pipe)
+    if device != _CPU:  # only now: the whole may not fit there
         place_on(module, device, keep_values=keep_values)
     fuse_projections(module)
-    return _with_parts(cut, module, tower, whole)
+    live = module.state_dict(keep_vars=True)
+    if tower is not None:
+        live |= {f"{PICTURES}.{name}": tensor for name, tensor in tower.state_dict(keep_vars=True).items()}
+    if plan is not None:
+        return cut._replace(whole=whole.views, parts=stage_parts(whole.views, whole.owners, live, cut))
+    return cut._replace(whole=whole.views, parts=_parts_of(cut, live, whole))
 
 
 def divide_whole(
@@ -58,17 +73,16 @@ def divide_whole(
     if tower is not None:
         raise ConfigError(f"{what}: engines that divide experts take no pictures. Give max_prompt_pictures=0.")
     cut = divide_experts(module, geometry, group, keep_values=keep_values)
-    return None if cut is None else _with_parts(cut, module, None, whole)
+    if cut is None:
+        return None
+    return cut._replace(whole=whole.views, parts=_parts_of(cut, module.state_dict(keep_vars=True), whole))
 
 
-def _with_parts(cut: ModelCut, module: PreTrainedModel, tower: PreTrainedModel | None, whole: WeightTable) -> ModelCut:
-    """`cut` with the part of `module` that each name of `whole` has."""
-    live = module.state_dict(keep_vars=True)
-    if tower is not None:
-        live |= {f"{PICTURES}.{name}": tensor for name, tensor in tower.state_dict(keep_vars=True).items()}
+def _parts_of(cut: ModelCut, live: Mapping[str, Tensor], whole: WeightTable) -> dict[str, Part]:
+    """This process's part under each name of `whole`; `live`: its tensors, by the module's names."""
     parts = {}
     for name, view in whole.views.items():
         owner = whole.owners[name]
         held = live[owner].detach(), cut.shares.get(owner), cut.columns.get(owner)
         parts[name] = part_of(name, view, whole.views[owner], *held)
-    return cut._replace(whole=whole.views, parts=parts)
+    return parts
