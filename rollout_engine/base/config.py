@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollout_engine.base.class_names import name_of
+from rollout_engine.base.data_parallel import check_data_parallel
 from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.base.kv_options import check_kv_connector
 from rollout_engine.base.outputs import Quantization
 from rollout_engine.base.peer_options import ENGINE_PEERS
 from rollout_engine.base.speculation_config import SpeculationConfig
+from rollout_engine.base.stage_options import check_stages
 from rollout_engine.base.structs import UserStruct
 from rollout_engine.base.toml_files import TomlFile
 
@@ -251,6 +253,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     version. `rollout-engine replay --explain` reads it. None: nothing is written, and nothing is slower."""
     step_trace_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=2**50)] = 64 << 20
     """Most bytes of an engine's trace; the oldest steps are forgotten."""
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Engines, each with requests of its own, that divide the experts of a mixture and have the bits of one engine;
+    processes of one machine, on CPUs. A model without experts is whole in each. See docs/fleet.md."""
     kv_connector: Text | None = None
     """A second, larger prefix cache outside of the KV pool: "host" (memory of this process), "shm" (memory of this
     machine, shared by its engines), "disk:DIR", or a class "package.module:Class" of your own, with an argument as
@@ -258,6 +263,14 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     computed it: same tokens, same log-probs. None: there is none. See docs/kv.md."""
     kv_connector_bytes: Positive | None = None
     """Most bytes that `kv_connector` holds. None: 4 GiB, or a quarter of the free memory if that is less."""
+    pipeline_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """Stages that the model's layers are divided among, on a CPU: each is a process, or `tensor_parallel_size` of them,
+    and as many steps are in flight. Tokens and log-probs are those of one process, to the bit. See docs/ranks.md."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the model is cut over."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def tokens_per_block(self) -> int:
@@ -310,7 +323,9 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
         self._check_ranks()
+        check_data_parallel(self)
         check_kv_connector(self)
+        check_stages(self)
         if self.chat_template is not None and self.skip_tokenizer_init:
             raise ConfigError(
                 "chat_template and skip_tokenizer_init=True are both set: without a tokenizer no conversation is "
@@ -335,9 +350,10 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def _check_ranks(self) -> None:
         size = self.tensor_parallel_size
-        if self.executor != "auto" and (size > 1) == (self.executor == "inline"):
-            what, instead = f"executor={self.executor!r} and tensor_parallel_size={size}", "Leave executor out"
-            if size > 1:
+        if self.executor != "auto" and (self.num_ranks > 1) == (self.executor == "inline"):
+            cut = f"tensor_parallel_size={size}" if size == self.num_ranks else "pipeline_parallel_size"
+            what, instead = f"executor={self.executor!r} and {cut}", "Leave executor out"
+            if self.num_ranks > 1:
                 raise ConfigError(f"{what} are both set: one process has one rank. {instead}.")
             raise ConfigError(f"{what}: there is no other rank to place. {instead}, or raise tensor_parallel_size.")
         if size == 1:

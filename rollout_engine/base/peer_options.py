@@ -10,7 +10,7 @@ Peers = Mapping[str, Mapping[str, str]]
 _GREEDY = "temperature=0 is greedy, any other temperature samples"
 _NO_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=...)) searches; SamplingParams sample"
 _GRAMMAR = 'give structured_outputs: {"json": schema}, {"regex": ...}, {"grammar": Lark}, {"choice": [...]}'
-_NO_PARALLEL = "a model is cut by tensor_parallel_size alone; leave it out"
+_NO_PARALLEL = "a model is cut by tensor_parallel_size and pipeline_parallel_size alone; leave it out"
 _SEVERAL_ENGINES = "RolloutService.from_pretrained(model, num_replicas=...) runs several engines; leave it out"
 _NO_REMOTE_CODE = "code of checkpoints is never run; the architecture must be one of transformers' own"
 _NO_REVISION = "download the revision first (huggingface_hub.snapshot_download) and give its directory as model"
@@ -30,7 +30,6 @@ ENGINE_PEERS: Peers = {
         "attention_backend": "attention is computed by our own kernels; leave it out",
         "compilation_config": "kernels are compiled already, and cuda_graphs=... replays steps; leave it out",
         "cpu_offload_gb": "weights stay where the model runs; leave it out",
-        "data_parallel_size": _SEVERAL_ENGINES,
         "disable_cascade_attn": "there is no cascade attention; leave it out",
         "disable_custom_all_reduce": _NO_PARALLEL,
         "disable_log_requests": "requests are not logged; leave it out",
@@ -38,7 +37,7 @@ ENGINE_PEERS: Peers = {
         "distributed_executor_backend": "give executor='process' or executor='ray'",
         "download_dir": "set the environment variable HF_HOME, or give a directory as model",
         "enable_chunked_prefill": f"{_ALWAYS_ON}; max_num_batched_tokens bounds a chunk",
-        "enable_expert_parallel": "tensor_parallel_size divides the experts, too; leave it out",
+        "enable_expert_parallel": "data_parallel_size and tensor_parallel_size divide the experts; leave it out",
         "enable_lora": _ADD_LORA,
         "enable_return_routed_experts": "it belongs to one request: SamplingParams(return_routed_experts=True)",
         "enable_sleep_mode": _ALWAYS_ON,
@@ -62,7 +61,6 @@ ENGINE_PEERS: Peers = {
         "num_gpu_blocks_override": "give num_kv_blocks",
         "num_scheduler_steps": "leave it out; async_scheduling prepares the next step while one runs",
         "override_generation_config": "give these settings in SamplingParams",
-        "pipeline_parallel_size": _NO_PARALLEL,
         "preemption_mode": "preempted requests are always recomputed; leave it out",
         "profiler_config": "give profiler_dir, and the rest to start_profile",
         "return_sampling_mask": _SUPPORT,
@@ -109,6 +107,7 @@ ENGINE_PEERS: Peers = {
         "mem_fraction_static": "give gpu_memory_utilization",
         "model_path": "give model",
         "page_size": "give block_size",
+        "pp_size": "give pipeline_parallel_size",
         "random_seed": "give seed",
         "tokenizer_path": "give tokenizer",
         "tp_size": "give tensor_parallel_size",

@@ -39,9 +39,11 @@ def run(arguments: argparse.Namespace) -> None:
         engine = LLM(arguments.model, **(_SMALL | overrides.engine))
     with engine, announce(f"writing {directory}"):
         engine.save_sharded_state(str(directory))
-    num_ranks = len(list(directory.glob("rank-*.safetensors")))
+    num_stages = int(overrides.engine.get("pipeline_parallel_size", 1))
+    num_ranks = len(list(directory.glob("rank-*.safetensors"))) // num_stages
     hint = f"{arguments.directory}: load it with load_format=sharded tensor_parallel_size={num_ranks}"
-    if num_ranks > 1:
+    hint += f" pipeline_parallel_size={num_stages}" if num_stages > 1 else ""
+    if num_ranks > 1 and num_stages == 1:
         has_columns = ShardedState.read(directory, num_ranks).has_columns
         hint += f", on devices with{'out' * has_columns} deterministic=True"
     print(hint)

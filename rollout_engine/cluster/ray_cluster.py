@@ -36,7 +36,7 @@ class Bundle(NamedTuple):
 
         Ranks that Ray places reserve their own.
         """
-        ranks = 1 if config.executor == "ray" else config.tensor_parallel_size
+        ranks = 1 if config.executor == "ray" else config.num_ranks
         on_device = config.device == "cuda"
         if config.num_threads is not None:
             return cls(config.num_threads * ranks, ranks * on_device)

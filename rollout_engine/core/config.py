@@ -61,6 +61,13 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most pictures of one prompt."""
     has_tier: bool = False
     """Whether a KV connector holds blocks outside of the pool."""
+    num_stages: int = 1
+    """Stages of the runner: as many steps are in flight, and no two of them draw for the same sequence."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that are submitted before the result of the oldest one is waited for."""
+        return int(self.async_scheduling) if self.num_stages == 1 else self.num_stages - 1
 
     @property
     def max_scored_tokens(self) -> int:

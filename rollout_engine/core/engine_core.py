@@ -60,14 +60,14 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update. Returns the outputs of the oldest step that have not been returned yet.
 
-        With async scheduling one more step is submitted before the result of the oldest one is waited for. While
+        As many as `config.num_ahead` more are submitted before the result of the oldest one is waited for. While
         nothing may be computed, an empty step releases finished sequences in the runner.
         """
         if self._requests.num_preparing:
             is_idle = not (self._steps or self._scheduler.num_queued or self._results.has_pending)
             for request in self._requests.take_prepared(PATIENCE if is_idle else 0.0):
                 self._results.begin(request)
-        num_ahead = self.config.async_scheduling - len(self._results.pending_outputs)
+        num_ahead = self.config.num_ahead - len(self._results.pending_outputs)
         while len(self._steps) <= num_ahead and (step := self._schedule()):
             self._steps.append(step)
             step.submit(self._executor, self.recorders)
@@ -175,17 +175,17 @@ class EngineCore:
 
     @recorded_entry
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> EngineCoreOutputs:
-        """Release the memory of KV and weights (level 2: forget the weights); `mode` and result as in `pause`.
+        """Release the memory of KV and weights (2: forget these; 0: release none); `mode` and result as in `pause`.
 
         With mode "wait" the engine falls asleep once no request is in flight. Requests kept over a sleep compute their
-        KV again afterwards.
+        KV again afterwards, unless it kept all memory.
         """
         self.lifecycle.sleep(level, mode, in_flight=self.num_in_flight > 0)
         return self._stop(mode)
 
     @recorded_entry
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take memory back: "weights", "kv_cache", or all. Weights forgotten by level 2 then wait for an update.
+        """Take memory back: "weights", "kv_cache", or all; "scheduling" ends level 0. Level 2 waits for an update.
 
         If there is no room for the weights, the executor's error is raised and everything stays asleep.
         """
@@ -345,10 +345,10 @@ class EngineCore:
         # a pause that waited for the last ends is complete once they are returned
         drains = self.num_in_flight or self._results.has_pending
         assert drains or not self.lifecycle.draining, "nothing drains"
-        assert len(self._steps) <= self.config.async_scheduling, f"{len(self._steps)} steps are in flight"
+        assert len(self._steps) <= self.config.num_ahead, f"{len(self._steps)} steps are in flight"
         if self.config.speculation is None:  # else one step may leave several outputs
             num_results = len(self._steps) + len(self._results.pending_outputs)
-            assert num_results <= self.config.async_scheduling, f"{num_results} results have not been returned"
+            assert num_results <= self.config.num_ahead, f"{num_results} results have not been returned"
 
     def _admit_held(self) -> None:
         if self.lifecycle.admits:

@@ -1,6 +1,6 @@
 """The lifecycle of an engine: one state machine over pausing, sleeping, weight updates and shutdown.
 
-                 pause(mode)                      sleep(level)
+                 pause(mode)                      sleep(level)      (level 0 releases no memory)
     RUNNING <───────────────────> PAUSED ... ──────────────────> ASLEEP ── wake_up(tags) ──> as before
                  resume()                                                               └──> DIRTY after level 2
     any but ASLEEP ── begin_update() ──> UPDATING ── end_update() ──> as before, or DIRTY
@@ -18,10 +18,12 @@ from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Treatment of requests in flight: end now with the tokens they have, finish first, or freeze and continue later."""
-MemoryTag = Literal["weights", "kv_cache"]
-"""Memory that sleeps and wakes up."""
+MemoryTag = Literal["weights", "kv_cache", "scheduling"]
+"""Parts that sleep and wake up: memory, and at level 0 the scheduling of requests alone."""
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
-TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+"""Memory that sleeps and wakes up."""
+SCHEDULING: MemoryTag = "scheduling"
 
 
 class State(StrEnum):
@@ -45,13 +47,13 @@ class Lifecycle:
         self.paused: PauseMode | None = None
         """Mode of the pause in force."""
         self.asleep: set[MemoryTag] = set()
-        """Memory that is released now."""
+        """Memory that is released now; at level 0 "scheduling", and no memory."""
         self.level = 0
-        """Level of the sleep in force: 1 keeps the weights in host memory, 2 forgets them."""
+        """Level of the sleep in force: 0 keeps all memory, 1 the weights in host memory, 2 forgets them."""
         self.draining = False
         """Requests in flight are finishing before the pause or sleep is complete."""
-        self.sleep_wanted = 0
-        """Level of the sleep to begin once nothing drains; 0: none."""
+        self.sleep_wanted: int | None = None
+        """Level of the sleep to begin once nothing drains; None: none."""
         self.updating = False
         self.closed_for_update = False
         """New requests wait for the end of the update."""
@@ -85,7 +87,7 @@ class Lifecycle:
     @property
     def admits(self) -> bool:
         """Whether new requests join those in flight; otherwise they wait, or are refused."""
-        closed = self.closed_for_update or self.sleep_wanted or self.asleep
+        closed = self.closed_for_update or self.sleep_wanted is not None or self.asleep
         return self.paused is None and not (closed or self.dirty or self.dead)
 
     def describe(self) -> str:
@@ -102,7 +104,7 @@ class Lifecycle:
         self._check_mode("pause_generation", mode)
         self.require_alive("pause_generation")
         self._check_can_drain("pause_generation", mode, in_flight)
-        if self.sleep_wanted and mode == "keep":
+        if self.sleep_wanted is not None and mode == "keep":
             raise self._make_refusal("pause_generation", "requests in flight are to finish first, for a sleep")
         self.paused = mode
         self.draining = in_flight and mode == "wait"
@@ -116,8 +118,8 @@ class Lifecycle:
 
     def sleep(self, level: int, mode: PauseMode, *, in_flight: bool) -> None:
         """Ask for sleep, which begins with `finish_draining`. Asleep already, it may only become deeper."""
-        if level not in (1, 2):
-            raise LifecycleError(f"sleep: level={level!r} is not allowed: must be 1 or 2.")
+        if level not in (0, 1, 2):
+            raise LifecycleError(f"sleep: level={level!r} is not allowed: must be 0, 1 or 2.")
         self._check_mode("sleep", mode)
         self._check_between("sleep", but_draining=True)
         self._check_can_drain("sleep", mode, in_flight)
@@ -127,15 +129,19 @@ class Lifecycle:
         self.draining = in_flight and mode == "wait"
 
     def finish_draining(self) -> int:
-        """Finish draining; enter the pending sleep and return its level, or 0."""
-        level, self.sleep_wanted, self.draining = self.sleep_wanted, 0, False
+        """Finish draining; enter the pending sleep and return its level; 0: no memory is to be released."""
+        level, self.sleep_wanted, self.draining = self.sleep_wanted, None, False
+        if level is None:
+            return 0
         if level:
             self.level = max(self.level, level) if "weights" in self.asleep else level
             self.asleep = set(TAGS)
+        elif not self.asleep:
+            self.asleep = {SCHEDULING}
         return level
 
     def wake_up(self, tags: Iterable[str] | None) -> set[MemoryTag]:
-        """Wake the memory of `tags` (None: all); return those that were asleep. After level 2 weights wake DIRTY."""
+        """Wake the parts named by `tags` (None: all); return those that slept. After level 2 weights wake DIRTY."""
         asked = check_tags(tags)
         self._check_between("wake_up")
         woken = self.asleep & asked
@@ -180,7 +186,7 @@ class Lifecycle:
 
     def shut_down(self) -> None:
         """Enter DEAD, for good."""
-        self.dead, self.draining, self.sleep_wanted = True, False, 0
+        self.dead, self.draining, self.sleep_wanted = True, False, None
 
     def require_alive(self, verb: str) -> None:
         """Raise `LifecycleError` when DEAD."""
@@ -205,8 +211,9 @@ class Lifecycle:
         """Raise if a request that is added now would wait for another call from outside, such as `resume`."""
         self.require_alive(verb)
         self.require_clean(verb)
-        if self.paused is not None or self.sleep_wanted or self.asleep:
-            call = "wake_up" if self.asleep or self.sleep_wanted else "resume_generation"
+        sleeps = self.sleep_wanted is not None or bool(self.asleep)
+        if self.paused is not None or sleeps:
+            call = "wake_up" if sleeps else "resume_generation"
             raise self._make_refusal(verb, f"it would wait indefinitely; call {call}() first")
 
     def _check_between(self, verb: str, *, but_draining: bool = False) -> None:
@@ -214,7 +221,7 @@ class Lifecycle:
         self.require_alive(verb)
         if self.updating:
             raise self._make_refusal(verb, "wait until the update has ended")
-        if self.sleep_wanted and not but_draining:
+        if self.sleep_wanted is not None and not but_draining:
             raise self._make_refusal(verb, "requests in flight are finishing for a sleep; abort them to end it sooner")
 
     def _check_can_drain(self, verb: str, mode: PauseMode, in_flight: bool) -> None:
@@ -231,9 +238,11 @@ class Lifecycle:
 
 def check_tags(tags: Iterable[str] | None) -> set[MemoryTag]:
     """The named tags as a set, all of them for None. Raises `LifecycleError` for an unknown name."""
+    known = (*TAGS, SCHEDULING)
     if tags is None:
-        return set(TAGS)
+        return set(known)
     named = [tags] if isinstance(tags, str) else list(tags)
-    if unknown := [tag for tag in named if tag not in TAGS]:
-        raise LifecycleError(f"wake_up: tags={unknown!r} is not allowed: must be 'weights', 'kv_cache' or both.")
-    return {tag for tag in TAGS if tag in named}
+    if unknown := [tag for tag in named if tag not in known]:
+        bound = "must be of 'weights', 'kv_cache' and 'scheduling'"
+        raise LifecycleError(f"wake_up: tags={unknown!r} is not allowed: {bound}.")
+    return {tag for tag in known if tag in named}

@@ -7,6 +7,7 @@ from rollout_engine.base.messages import NewSequence, SampleTask, ScheduledSeque
 from rollout_engine.base.metrics import CoreStats
 from rollout_engine.base.pictures import end_between_pictures
 from rollout_engine.core.config import CoreConfig
+from rollout_engine.core.micro_batches import MicroBatches
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import Preparation
 from rollout_engine.core.speculation import Speculator
@@ -41,6 +42,7 @@ class Scheduler:
         self.parked: list[Sequence] = []
         self.running: list[Sequence] = []
         self._max_num_seqs = config.max_num_seqs
+        self._micro = MicroBatches(config)
         self._prefill_budget = 0
         """Tokens that this step may still compute in chunks of more than one."""
         self._scored_budget = 0
@@ -65,7 +67,7 @@ class Scheduler:
         decodes = any(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence in self.running)
         self._prefill_budget = self._config.max_prefill_beside_decode if decodes else sys.maxsize
         if not num_in_flight or self._running_fit():
-            most = self._config.max_num_batched_tokens
+            most = self._micro.begin(step, self.running, self.parked, self.waiting)
             budget = self._schedule_running(step, most)
             if not num_in_flight or self.running:
                 budget = self._schedule_waiting(step, budget)
@@ -190,6 +192,8 @@ class Scheduler:
         while budget and position < len(self.running):
             sequence = self.running[position]
             position += 1
+            if self._micro.are_several and self._micro.leaves_out(sequence):
+                continue
             if sequence.decodes_in_place:  # most of most steps: all that `_schedule_tokens` would do for it
                 name, start, first_block = sequence.sequence_id, sequence.num_computed_tokens, sequence.num_sent_blocks
                 samples.append(SampleTask(name, len(scheduled)))
@@ -210,8 +214,8 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, budget: int) -> int:
         num_passed = 0
         while budget and len(self.running) < self._max_num_seqs:
-            sequence = min(self.waiting[num_passed : num_passed + 1] + self.parked[:1], default=None)
-            if sequence is None or self._must_wait(sequence):
+            first = self.waiting[num_passed : num_passed + 1] + self._micro.first_ready(self.parked)
+            if not first or self._must_wait(sequence := min(first)):
                 break
             if self._looks_up(sequence) and not self.tables.attach_prefix(sequence):
                 num_passed += 1
@@ -231,7 +235,9 @@ class Scheduler:
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether the sequence will end anyway, or the step has no budget left for its prompt."""
-        if sequence.awaits_last_token or (sequence.scores_prompt and not self._scored_budget):
+        if sequence.awaits_last_token or self._micro.is_full:
+            return True
+        if sequence.scores_prompt and not self._scored_budget:
             return True
         return not self._prefill_budget and sequence.num_tokens - sequence.num_computed_tokens > 1
 

@@ -244,9 +244,13 @@ class EngineDriver:
         if isinstance(call.result, Future):
             call.result.add_done_callback(lambda done: copy_outcome(done, call.future))
         elif call.verb.in_pieces:
-            self._run_piece(call)
+            self.begin_pieces(call)
         else:
             self._end_or_wait(call)
+
+    def begin_pieces(self, call: Call) -> None:
+        """Begin a call whose verb runs in pieces."""
+        self._run_piece(call)
 
     def _run_piece(self, call: Call) -> None:
         """Run the next piece of a call, and end the call with its last one."""

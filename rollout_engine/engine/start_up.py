@@ -64,6 +64,7 @@ def core_config(config: EngineConfig, info: ModelInfo) -> CoreConfig:
         pictures=info.pictures,
         max_prompt_pictures=config.max_prompt_pictures,
         has_tier=config.kv_connector is not None,
+        num_stages=config.pipeline_parallel_size,
     )
 
 

@@ -20,6 +20,8 @@ from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.step_thread import StepThread
 from rollout_engine.execution.worker import Worker
 from rollout_engine.model.adapters.pool import Adapters
+from rollout_engine.model.loading.shard_files import ShardFiles
+from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.weights.transaction import WeightUpdater
 from rollout_engine.weights.update_session import Core
 
@@ -29,6 +31,9 @@ class InlineExecutor:
 
     With `async_scheduling` steps run on a thread of their own; all other calls wait until it is idle.
     """
+
+    group: ExpertGroup | None = None
+    """The group whose engines compute every step together, because they divide the experts; None: there is none."""
 
     def __init__(self, worker: Worker, *, async_scheduling: bool = False, profiler: Profiler | None = None) -> None:
         self._worker: Worker | None = worker
@@ -62,6 +67,9 @@ class InlineExecutor:
 
     def watch(self, on_death: Callable[[str], object]) -> None:
         """Call `on_death` when another process that the model needs ends: there is none."""
+
+    def leave_group(self) -> None:
+        """Leave the group in order, before this process ends: there is none."""
 
     @property
     def worker(self) -> Worker:
@@ -160,10 +168,14 @@ class InlineExecutor:
         self._wait_until_idle()
         return [self.worker.apply_model(fn)]
 
-    def save_sharded_state(self, path: str) -> None:
-        """Write the live weights to a directory, between two steps. Raises as `Worker.save_sharded_state`."""
+    def save_sharded_state(self, path: str, pattern: str | None, max_size: int | None) -> None:
+        """Write the live weights to a directory, between two steps. Raises as `Worker.save_sharded_state`.
+
+        `pattern`, `max_size`: as of `ShardFiles.of`, which raises `RequestError`.
+        """
+        files = ShardFiles.of(pattern, max_size, "save_sharded_state")
         self._wait_until_idle()
-        self.worker.save_sharded_state(Path(path))
+        self.worker.save_sharded_state(Path(path), files)
 
     def start_profile(self, directory: str | None, num_steps: int | None, **options: bool) -> None:
         """Begin a profile between two steps. Raises as `Profiler.start`."""

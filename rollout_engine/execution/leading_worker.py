@@ -17,6 +17,7 @@ from rollout_engine.execution.resident_weights import ResidentWeights
 from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.execution.worker import Worker
 from rollout_engine.model.backend import Backend
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.weights.held_weights import HeldWeights
@@ -30,14 +31,15 @@ class LeadingWorker(Worker):
     """A `Worker` whose updates, sleeps and steps are those of all ranks."""
 
     def __init__(self, config: EngineConfig, team: RankTeam) -> None:
-        self._team = team
+        names = [name for name in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, name) > 1]
+        self._team, self._cut = team, " and ".join(f"{name}={getattr(config, name)}" for name in names)
         super().__init__(config, team.seat)
 
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
         resident = super()._resident_weights(loaded, backend, device)
         self._own = resident.updater
         held = cast(HeldWeights, self._own.weights)
-        parts = RankParts(held, loaded.cut.parts, self._team.seat.exchange.window)
+        parts = RankParts(held, loaded.cut.parts, self._team.exchange.window)
         weights = TeamWeights(self._team, held, parts, loaded.cut.whole)
         checks = ManifestChecks(loaded.cut.whole, loaded.aliases, loaded.names)
         resident.updater = WeightUpdater(weights, checks, weights.writer, config=loaded.module.config)
@@ -56,16 +58,17 @@ class LeadingWorker(Worker):
         return LazyTensors(self._own.live("live_weights"), self._own.values)
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> NoReturn:
-        raise LifecycleError(_not_with_ranks("watch_layers", self._team.num_ranks))
+        raise LifecycleError(_not_with_ranks("watch_layers", self._cut))
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> NoReturn:
-        what = _not_with_ranks("apply_model", self._team.num_ranks)
+        what = _not_with_ranks("apply_model", self._cut)
         raise LifecycleError(f"{what} A function cannot be sent to another process: use a worker extension.")
 
-    def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
+    def _write_shards(self, directory: Path, files: ShardFiles) -> list[list[TensorSpec]]:
         num_ranks, live = self._team.num_ranks, self.live_weights()
-        own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live)
-        return msgspec.convert(self._team.ask("write_shard", own, directory=str(directory)), list[list[TensorSpec]])
+        own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live, files)
+        found = self._team.ask("write_shard", own, directory=str(directory), **files._asdict())
+        return msgspec.convert(found, list[list[TensorSpec]])
 
     def reset_encoder_cache(self) -> None:
         self._team.ask("reset_encoder_cache", super().reset_encoder_cache)
@@ -80,5 +83,5 @@ class LeadingWorker(Worker):
         self._team.ask("restore_weights", super().restore_weights)
 
 
-def _not_with_ranks(verb: str, num_ranks: int) -> str:
-    return f"{verb}: not possible with tensor_parallel_size={num_ranks}: every rank has only a part of the model."
+def _not_with_ranks(verb: str, cut: str) -> str:
+    return f"{verb}: not possible with {cut}: every rank has only a part of the model."

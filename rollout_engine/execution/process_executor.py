@@ -9,21 +9,26 @@ import torch
 
 from rollout_engine.base.class_names import function_name
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.errors import RPCError
+from rollout_engine.base.errors import ConfigError, RPCError
 from rollout_engine.base.messages import ModelRunnerOutput, SchedulerOutput
 from rollout_engine.base.token_scores import TokenScores
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.group_executor import GroupExecutor, GroupSettings
 from rollout_engine.execution.leading_worker import LeadingWorker
+from rollout_engine.execution.pipe_launcher import PipeLauncher
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.rank_launcher import LocalLauncher, RankLauncher
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import Joined
 from rollout_engine.execution.ray_ranks import RayLauncher
+from rollout_engine.execution.step_feed import StepFeed
+from rollout_engine.execution.steps_ahead import StepsAhead
 from rollout_engine.execution.team_adapters import TeamAdapters
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.adapters.pool import Adapters
 from rollout_engine.model.backends import Device, device_of, exchange_of
+from rollout_engine.model.ranks.pipe_memory import PipePlan
 from worker_ext.score import ScoreExtension
 from worker_ext.weights import WeightSyncExtension
 
@@ -31,9 +36,19 @@ _OF_ALL = (ScoreExtension, WeightSyncExtension)
 """Extensions whose methods rank 0 carries out for all ranks, which take part in them."""
 
 
-def make_executor(config: EngineConfig) -> InlineExecutor:
-    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` if it cannot be."""
-    if config.tensor_parallel_size == 1:
+def make_executor(config: EngineConfig, group: GroupSettings | None = None) -> InlineExecutor:
+    """Load the model that `config` names, in this process, or over ranks. Raises `ConfigError` if it cannot be.
+
+    `group`: the engine's place among `data_parallel_size`, which a fleet gives.
+    """
+    if group is not None:
+        return GroupExecutor.from_settings(config, group)
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size}: one engine alone has no others to divide experts with. "
+            "Start the group as a whole: LLM, LLMEngine, AsyncLLM, RolloutService and `rollout-engine serve` do."
+        )
+    if config.num_ranks == 1:
         return InlineExecutor.from_config(config)
     return ProcessExecutor.from_config(config)
 
@@ -43,6 +58,8 @@ class ProcessExecutor(InlineExecutor):
 
     def __init__(self, worker: LeadingWorker, team: RankTeam, **options: Any) -> None:
         super().__init__(worker, **options)
+        self._steps = StepsAhead()
+        """Steps that other stages have begun, and rank 0 has not."""
         self._team, own = team, worker.backend.adapters
         self._adapters = None if own is None else TeamAdapters(team, own)
 
@@ -76,6 +93,8 @@ class ProcessExecutor(InlineExecutor):
         self._team.watch(on_death)
 
     def submit(self, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        if self._team.feed is not None:
+            return self._submit_ahead(self._team.feed, work)
         if not self.worker.backend.runs_ahead:
             return super().submit(work)
         wait = super().submit(work)
@@ -87,6 +106,24 @@ class ProcessExecutor(InlineExecutor):
             return out
 
         return result
+
+    def _submit_ahead(self, feed: StepFeed, work: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Have the stages before rank 0's begin a step; rank 0 computes its part when the result is asked for."""
+        if self.dirty and work.scheduled:
+            return partial(self._refuse, work)
+        self._team.require_alive()
+        with _name_broken_rank(self._team):
+            serial = feed.announce(work)
+
+        def run() -> ModelRunnerOutput:
+            feed.begin(serial)
+            return self._execute(work)
+
+        return self._steps.submit(run)
+
+    def _wait_until_idle(self) -> None:
+        self._steps.finish()
+        super()._wait_until_idle()
 
     def score(self, *args: Any, **options: Any) -> Iterator[dict[int, TokenScores]]:
         with _name_broken_rank(self._team):
@@ -138,6 +175,8 @@ class ProcessExecutor(InlineExecutor):
 
 
 def _launcher_of(config: EngineConfig, device: Device) -> RankLauncher:
+    if config.pipeline_parallel_size > 1:
+        return PipeLauncher(PipePlan(config.pipeline_parallel_size, config.tensor_parallel_size))
     if config.executor == "ray":
         return RayLauncher(config, config.num_threads or torch.get_num_threads())
     has_group = not device.is_host

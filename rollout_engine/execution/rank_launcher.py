@@ -23,6 +23,7 @@ from rollout_engine.execution.rank_wire import MAX_BYTES, NUM_SOCKETS, RankSetti
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.ranks.exchange import Meeting
 from rollout_engine.model.ranks.part import Region
+from rollout_engine.model.ranks.pipe_place import PipePlace
 from rollout_engine.model.ranks.shared_exchange import TOTAL_BYTES, SharedExchange
 from sync.locked_directories import PREFIX, lock_directory
 
@@ -72,6 +73,8 @@ class RankLauncher(ABC):
     """Address of the group of the ranks' devices, or of CPUs that share no memory; None without a group."""
     is_remote: bool
     """Whether ranks may be on other machines: each has the threads of its own."""
+    place: PipePlace | None = None
+    """Rank 0's place among the stages, if there are several."""
 
     @abstractmethod
     def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:
@@ -88,12 +91,19 @@ class RankLauncher(ABC):
 class LocalRank(Rank):
     """A child of this process."""
 
-    def __init__(self, settings: RankSettings, memory: int, num_ranks: int, environment: Mapping[str, str]) -> None:
-        """`environment`: variables in addition to this process's."""
+    def __init__(
+        self,
+        settings: RankSettings,
+        memory: int,
+        num_ranks: int,
+        environment: Mapping[str, str],
+        belts: Sequence[int] = (),
+    ) -> None:
+        """`environment`: variables in addition to this process's. `belts`: descriptors of ends between stages."""
         variables = environment_with_package() | {"OMP_NUM_THREADS": str(settings.num_threads), **environment}
         start = partial(start_module, MODULE, [str(num_ranks)], environment=variables)
         self._child = Child(
-            lambda ends: start(descriptors=[memory, *ends]), num_channels=NUM_SOCKETS, max_bytes=MAX_BYTES
+            lambda ends: start(descriptors=[memory, *ends, *belts]), num_channels=NUM_SOCKETS, max_bytes=MAX_BYTES
         )
         self.name = f"rank {settings.rank} (process {self._child.pid})"
         super().__init__(settings, *self._child.channels)
@@ -117,7 +127,7 @@ class LocalLauncher(RankLauncher):
         """
         if not turns.is_available() or not hasattr(os, "memfd_create"):
             raise ConfigError(
-                f"tensor_parallel_size={num_ranks} needs Linux and the C++ kernels, which could not be built here. "
+                f"{num_ranks} ranks need Linux and the C++ kernels, which could not be built here. "
                 "Install g++, or leave it out."
             )
         self._on_device = device.type == "cuda"
@@ -130,8 +140,7 @@ class LocalLauncher(RankLauncher):
         try:
             if self._directory is not None:
                 self._locked = lock_directory(self._directory)
-            os.ftruncate(self._memory, TOTAL_BYTES)
-            self.meeting = SharedExchange(self._memory, 0, num_ranks)
+            self._share(self._memory, num_ranks)
         except BaseException:
             self.close()
             raise
@@ -141,8 +150,17 @@ class LocalLauncher(RankLauncher):
         for each in settings:
             mine = msgspec.structs.replace(each, rendezvous=self.rendezvous)
             variables = _device_variables(each.rank) if self._on_device else {}
-            yield LocalRank(mine, self._memory, self.meeting.num_ranks, variables)
+            yield LocalRank(mine, self._memory, self.meeting.num_ranks, variables, self._take_belts(each.rank))
         self._close_memory()  # each rank has it open
+
+    def _share(self, memory: int, num_ranks: int) -> None:
+        """Make rank 0's end of the exchange in a new file, of its descriptor `memory`."""
+        os.ftruncate(memory, TOTAL_BYTES)
+        self.meeting = SharedExchange(memory, 0, num_ranks)
+
+    def _take_belts(self, rank: int) -> list[int]:
+        """Descriptors of a rank's ends between stages, which it inherits."""
+        return []
 
     def close(self) -> None:
         self._close_memory()

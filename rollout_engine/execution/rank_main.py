@@ -1,10 +1,11 @@
 """A rank's process, started by a `RankLauncher`:
 
-    python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS PULSE NUM_RANKS  descriptors
+    python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS PULSE BELTS... NUM_RANKS  descriptors
     python -m rollout_engine.execution.rank_main --connect HOST PORT RANK NUM_RANKS       on another machine
 
-MEMORY is what all ranks share, and LIFE, STEPS, CALLS and PULSE are this rank's ends of the sockets of `rank_wire`. It
-ends when rank 0 does, and takes part in no more when any rank has ended.
+MEMORY is what all ranks share, and LIFE, STEPS, CALLS and PULSE are this rank's ends of the sockets of `rank_wire`;
+BELTS are its ends of those between stages, if there are several (`model.ranks.pipe_place`). It ends when rank 0 does,
+and takes part in no more when any rank has ended.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 from rollout_engine.base.threads import give_way_early, start_thread
@@ -23,6 +25,7 @@ from rollout_engine.execution.rank_pulse import start_pulse
 from rollout_engine.execution.rank_values import pack_value
 from rollout_engine.execution.rank_wire import (
     MAX_BYTES,
+    NUM_SOCKETS,
     Answer,
     Call,
     Done,
@@ -37,6 +40,8 @@ from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.backends import device_of, exchange_of
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.group_meeting import GroupMeeting
+from rollout_engine.model.ranks.pipe_memory import PipePlan, adopt
+from rollout_engine.model.ranks.pipe_place import join_pipe
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.shared_exchange import SharedExchange
 
@@ -46,10 +51,10 @@ _OTHERS_FIRST_SECONDS = 0.3
 """Seconds before a rank that was left in a step reports it: the end of another rank, noticed meanwhile, is clearer."""
 
 
-def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
+def serve(memory: int | None, channels: Channels, num_ranks: int, belts: Sequence[int] = ()) -> int:
     """Load this rank's part and take part until rank 0 ends. Returns the exit status.
 
-    `memory`: descriptor of the memory that all ranks share; None on another machine.
+    `memory`: descriptor of the memory that all ranks share; None on another machine. `belts`: those between stages.
     """
     life, steps, calls, _ = channels
     settings = life.receive(RankSettings)
@@ -62,15 +67,17 @@ def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
     try:
         device = device_of(settings.config)
         life.send(Joined.of(device.torch_device))
-        seat = Seat(_exchange(settings, memory, num_ranks), splits_sums=device.splits_sums(settings.config))
+        seat = _seat(settings, memory, num_ranks, belts)
     except BaseException as error:
         life.send(failure_of(error))
         return 1
     try:
         worker = RankWorker(settings, seat)
+        if seat.pipe is not None:
+            seat.pipe.serve()
         life.send(Started(worker.regions))
     except BaseException as error:
-        seat.exchange.break_()
+        seat.break_()
         if not isinstance(error, BrokenTurnsError):
             life.send(failure_of(error))
         return 1
@@ -81,6 +88,18 @@ def serve(memory: int | None, channels: Channels, num_ranks: int) -> int:
     except (EOFError, OSError):
         worker.close()
     return 0
+
+
+def _seat(settings: RankSettings, memory: int | None, num_ranks: int, belts: Sequence[int]) -> Seat:
+    if settings.config.pipeline_parallel_size == 1:
+        splits_sums = device_of(settings.config).splits_sums(settings.config)
+        return Seat(_exchange(settings, memory, num_ranks), splits_sums=splits_sums)
+    assert memory is not None, "stages share memory"
+    config = settings.config
+    plan = PipePlan(config.pipeline_parallel_size, config.tensor_parallel_size)
+    place = join_pipe(plan, memory, settings.rank, [adopt(each) for each in belts])
+    os.close(memory)
+    return Seat(place.exchange, team=place.team, pipe=place.pipe)
 
 
 def _exchange(settings: RankSettings, memory: int | None, num_ranks: int) -> Exchange:
@@ -115,7 +134,7 @@ def _take_part(worker: RankWorker, seat: Seat, life: Channel, steps: Channel) ->
         _leave(1)
     except BaseException as error:
         logger.critical("a step failed", exc_info=error)
-        seat.exchange.break_()
+        seat.break_()
         life.send(failure_of(error))
         _leave(1)
 
@@ -141,15 +160,17 @@ def main() -> None:
     first, *others = sys.argv[1:]
     num_ranks = int(others.pop())
     memory: int | None = None
+    belts: list[int] = []
     if first == "--connect":
         host, port, rank = others
         channels = connect(place_of(host, port), int(rank))
     else:
-        ends = (socket.socket(fileno=int(end)) for end in others)
+        ends = (socket.socket(fileno=int(end)) for end in others[:NUM_SOCKETS])
+        belts = [int(end) for end in others[NUM_SOCKETS:]]
         memory, channels = int(first), Channels(*(Channel(end, MAX_BYTES) for end in ends))
     try:
         start_pulse(channels.pulse)
-        status = serve(memory, channels, num_ranks)
+        status = serve(memory, channels, num_ranks, belts)
     except (EOFError, OSError):  # rank 0 is gone
         status = 1
     logging.shutdown()

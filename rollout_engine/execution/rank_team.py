@@ -40,8 +40,11 @@ from rollout_engine.execution.rank_wire import (
     TakeLogits,
     TakePicture,
 )
+from rollout_engine.execution.step_feed import StepFeed
+from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.ranks.exchange import Exchange
 from rollout_engine.model.ranks.part import Region
+from rollout_engine.model.ranks.pipe_place import PipePlace
 from rollout_engine.model.ranks.seat import Seat
 
 logger = logging.getLogger("rollout_engine")
@@ -93,7 +96,10 @@ class RankTeam:
         self._calling, self._num_calls = threading.Lock(), 0
         self._score_numbers = count()
         self._pictures = SentPictures(config.mm_cache_bytes)
-        self.seat = Seat(exchange, self, splits_sums=splits_sums)
+        place = launcher.place
+        self.seat = Seat(exchange, self, splits_sums=splits_sums) if place is None else self._seat_at(place)
+        self.feed = None if place is None else StepFeed(place.pipe, self._send_ahead)
+        """Steps that other stages have, if there are several."""
         self._ranks: list[Rank] = []
         self._pulses: PulseWatch | None = None
         try:
@@ -111,11 +117,31 @@ class RankTeam:
         """The parts of the ranks from 1 on, in order: name of a weight -> the rank's elements of it."""
         return [rank.regions for rank in self._ranks]
 
+    @property
+    def _peers(self) -> list[Rank]:
+        """The other ranks of rank 0's stage."""
+        return self._ranks[: self.seat.num_ranks - 1]
+
+    def _seat_at(self, place: PipePlace) -> Seat:
+        return Seat(place.exchange, self, team=place.team, pipe=place.pipe)
+
+    def _send_ahead(self, work: SchedulerOutput, token_ids: np.ndarray, serial: int) -> None:
+        """Send a step to the ranks of other stages."""
+        message = Step(msgspec.structs.replace(work, new=list(map(_undrawn, work.new))), token_ids.tobytes(), serial)
+        self._tell(message, self._ranks[self.seat.num_ranks - 1 :])
+
     def _settle(self, method: str, *, inplace: bool = False, **_: Any) -> None:
         """Wait until all ranks have launched their steps so far, if a call must find them launched."""
-        if self._runs_ahead and (inplace or method not in _BESIDE_STEPS):
+        if not inplace and method in _BESIDE_STEPS:
+            return
+        if self._runs_ahead:
             self._tell(Meet())
             self.exchange.meet()
+        if self.feed is not None:
+            try:
+                self.feed.drain()
+            except BrokenTurnsError as effect:
+                self.raise_error(effect)
 
     def wait_started(self) -> None:
         """Wait until all have loaded their parts. Raises the error that prevented it."""
@@ -147,7 +173,8 @@ class RankTeam:
         if work.new:
             new = [self._send_pictures(each) if each.pictures else each for each in map(_undrawn, work.new)]
             work = msgspec.structs.replace(work, new=new)
-        self._tell(Step(work, token_ids.tobytes()))
+        serial = -1 if self.seat.pipe is None else self.seat.pipe.serial
+        self._tell(Step(work, token_ids.tobytes(), serial), self._peers)
 
     def forget_pictures(self) -> None:
         """Have all ranks forget the pictures that they keep for later steps."""
@@ -155,7 +182,7 @@ class RankTeam:
         self._tell(ForgetPictures())
 
     def take_logits(self, rows: list[int]) -> None:
-        self._tell(TakeLogits(rows))
+        self._tell(TakeLogits(rows), self._peers)
 
     def begin_score(self, arguments: Sequence[Any]) -> int:
         number = next(self._score_numbers)
@@ -163,7 +190,11 @@ class RankTeam:
         return number
 
     def score_piece(self, number: int) -> None:
-        self._tell(ScorePiece(number))
+        serial = -1
+        if self.feed is not None:
+            serial = self.feed.book()
+            self.feed.begin_other(serial)
+        self._tell(ScorePiece(number, serial))
 
     def end_score(self, number: int) -> None:
         with suppress(EngineDeadError):  # then no rank computes it
@@ -232,7 +263,7 @@ class RankTeam:
                 on_death(str(error))  # first: a step that fails ends its requests, and the engine would take others
         finally:
             self._has_failed.set()
-            self.exchange.break_()
+            self.seat.break_()
             for rank in self._ranks:
                 rank.is_started.set()
 
@@ -244,7 +275,7 @@ class RankTeam:
             return
         if self._pulses is not None:
             self._pulses.end()
-        self.exchange.break_()
+        self.seat.break_()
         for rank in self._ranks:
             rank.end()
         self._launcher.close()
@@ -258,9 +289,10 @@ class RankTeam:
             self._tell(TakePicture(picture.digest, pack_value(picture.arrays)))
         return msgspec.structs.replace(new, pictures=placed)
 
-    def _tell(self, message: StepMessage) -> None:
+    def _tell(self, message: StepMessage, ranks: Sequence[Rank] | None = None) -> None:
+        """Send a message to some ranks; None: to all."""
         try:
-            for rank in self._ranks:
+            for rank in self._ranks if ranks is None else ranks:
                 rank.steps.send(message)
         except OSError:
             self.raise_error()

@@ -67,6 +67,8 @@ class Step(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """New sequences are without the fields that only draws need, and their pictures without arrays."""
     token_ids: bytes
     """int64: those of the flat batch."""
+    serial: int = -1
+    """That of its forward, if there are several stages."""
 
 
 class TakePicture(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -98,6 +100,8 @@ class ScorePiece(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Compute the next piece of a score."""
 
     number: int
+    serial: int = -1
+    """That of its forward, if there are several stages."""
 
 
 class EndScore(msgspec.Struct, tag=True, frozen=True, array_like=True):

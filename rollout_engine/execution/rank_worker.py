@@ -39,6 +39,7 @@ from rollout_engine.model.adapters.pool import AdapterPool, Pairs
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Seat
@@ -58,8 +59,8 @@ class RankWorker:
 
     def __init__(self, settings: RankSettings, seat: Seat) -> None:
         torch.set_num_threads(settings.num_threads)
-        config, self.rank, self._num_ranks = settings.config, settings.rank, seat.num_ranks
-        self._exchange = seat.exchange
+        config, self.rank, self._num_ranks = settings.config, settings.rank, seat.team.num_ranks
+        self._team, self._pipe = seat.team, seat.pipe
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         loaded = load_model(config, device.torch_device, seat)
@@ -71,7 +72,7 @@ class RankWorker:
         self._scores: dict[int, Iterator[dict[int, TokenScores]]] = {}
         """Scores of rank 0 that have begun, by number."""
         self._pictures = ReceivedPictures(config.mm_cache_bytes)
-        self._parts = RankParts(self._held, loaded.cut.parts, seat.exchange.window)
+        self._parts = RankParts(self._held, loaded.cut.parts, seat.team.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
         self._extensions = Extensions(table, self)
@@ -100,13 +101,14 @@ class RankWorker:
         }
 
     def watch_layers(self, watcher: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        raise LifecycleError("watch_layers: not possible with tensor_parallel_size above 1.")
+        raise LifecycleError("watch_layers: not possible with several ranks: each has only a part of the model.")
 
     def take_part(self, message: StepMessage) -> None:
         """Compute with the other ranks as a step's message from rank 0 requires."""
         runner = self._backend.runner
         match message:
-            case Step(work, token_ids):
+            case Step(work, token_ids, serial):
+                self._begin(serial)
                 self._restore_pictures(work)
                 runner.follow(work, np.frombuffer(bytearray(token_ids), np.int64))
             case TakePicture(digest, arrays):
@@ -120,12 +122,19 @@ class RankWorker:
                 pictures, asked = msgspec.convert(shared, SharedPictures | None), msgspec.convert(asked, AskedScores)
                 options = dict(adapter_slot=slot, routed_experts=experts, pictures=pictures, asked=asked)
                 self._scores[number] = self._backend.score(*given, **options)
-            case ScorePiece(number):
-                next(self._scores[number], None)
+            case ScorePiece(number, serial):
+                self._begin(serial)
+                if next(self._scores[number], None) is None and self._pipe is not None:
+                    self._pipe.skip()
             case EndScore(number):
                 del self._scores[number]
             case Meet():
-                self._exchange.meet()
+                self._team.meet()
+
+    def _begin(self, serial: int) -> None:
+        """Begin a forward of this serial."""
+        if self._pipe is not None:
+            self._pipe.serial = serial
 
     def _restore_pictures(self, work: SchedulerOutput) -> None:
         """Give new sequences the arrays of their pictures."""
@@ -179,7 +188,7 @@ class RankWorker:
 
         Returns their bytes, if the window is the rank's own.
         """
-        return (self._parts.read if self._exchange.window_is_shared else self._parts.read_and_send)(name, start, stop)
+        return (self._parts.read if self._team.window_is_shared else self._parts.read_and_send)(name, start, stop)
 
     @_called
     def pack_weights(self, inplace: bool, names: list[str]) -> None:
@@ -220,10 +229,10 @@ class RankWorker:
         self._weights.restore()
 
     @_called
-    def write_shard(self, directory: str) -> list[TensorSpec]:
-        """Write the live weights to this rank's file in a directory. Returns their specs."""
+    def write_shard(self, directory: str, pattern: str, max_bytes: int) -> list[TensorSpec]:
+        """Write the live weights to this rank's files in a directory, as `ShardFiles`. Returns their specs."""
         forms, live = self._weights.updater.metadata(), self.live_weights()
-        return write_shard(Path(directory), self.rank, self._num_ranks, forms, live)
+        return write_shard(Path(directory), self.rank, self._num_ranks, forms, live, ShardFiles(pattern, max_bytes))
 
     @_called
     def prepare_adapter(self, number: int, linears: bytes, gone: list[int]) -> None:

@@ -31,6 +31,7 @@ from rollout_engine.model.backend import Backend
 from rollout_engine.model.backends import device_of
 from rollout_engine.model.kv_size import cap_model_len
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import save_state, write_shard
 from rollout_engine.model.modules.loaded_model import LoadedModel
 from rollout_engine.model.ranks.seat import Seat
@@ -54,7 +55,7 @@ class Worker:
         table = ExtensionTable.load(config.worker_extensions)
         device = device_of(config)
         draft = load_draft(config, device)
-        loaded = load_model(config, device.torch_device, seat)
+        loaded = self._load(config, device.torch_device, seat)
         processors = load_processors(config.logits_processors, loaded.vocab_size)
         self.grammars = GrammarCompiler(partial(_vocabulary, config, loaded.vocab_size, tuple(loaded.eos_token_ids)))
         backend = device.backend(config, loaded, processors, self.grammars)
@@ -62,6 +63,7 @@ class Worker:
         self._weights = self._resident_weights(loaded, backend, device.torch_device)
         self.updater = self._weights.updater
         self._has_columns = loaded.cut is not None and bool(loaded.cut.columns)
+        self._num_stages = config.pipeline_parallel_size
         loaded = loaded._replace(targets={}, cut=None, tower=None)
         trim_allocator()  # packed weights have given up their plain values
         self._begin_to_serve()
@@ -96,6 +98,9 @@ class Worker:
         self.vocab_size, self.max_model_len = self.info.vocab_size, self.info.max_model_len
         self.update = UpdateSession(self.updater)
         self.extensions = Extensions(table, self)
+
+    def _load(self, config: EngineConfig, device: torch.device, seat: Seat | None) -> LoadedModel:
+        return load_model(config, device, seat)
 
     def _resident_weights(self, loaded: LoadedModel, backend: Backend, device: torch.device) -> ResidentWeights:
         return ResidentWeights(loaded, backend, device)
@@ -149,20 +154,22 @@ class Worker:
         found = {index: scores for piece in pieces for index, scores in piece.items()}
         return [found[i].logprobs for i in range(len(sequences))]
 
-    def save_sharded_state(self, path: Path) -> None:
+    def save_sharded_state(self, path: Path, files: ShardFiles) -> None:
         """Write the live weights to a directory, as `load_format="sharded"` reads them. Raises as `save_state`."""
         save_state(
             path,
             self._files,
             self.info.dtype,
             self.updater.version,
-            self._write_shards,
+            partial(self._write_shards, files=files),
             has_columns=self._has_columns,
+            shard_files=files,
+            num_stages=self._num_stages,
         )
 
-    def _write_shards(self, directory: Path) -> list[list[TensorSpec]]:
-        """Have every rank write its weights to a file in `directory`; returns the specs written by each, in order."""
-        return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"))]
+    def _write_shards(self, directory: Path, files: ShardFiles) -> list[list[TensorSpec]]:
+        """Have every rank write its weights to files in `directory`; returns the specs written by each, in order."""
+        return [write_shard(directory, 0, 1, self.updater.metadata(), self.updater.live("save_sharded_state"), files)]
 
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs. No step may be running on the host."""

@@ -15,6 +15,7 @@ from rollout_engine.engine.local_client import LocalClient
 from rollout_engine.faces.frontend import Frontend
 from rollout_engine.faces.reader import Reader
 from rollout_engine.faces.verb_methods import BlockingVerbs
+from rollout_engine.fleet.placements import fleet_starter
 from rollout_engine.results.request_ids import as_request_ids
 from rollout_engine.telemetry.spans import TraceHeaders
 from rollout_engine.text.input_processor import Params
@@ -41,9 +42,11 @@ class LLMEngine(BlockingVerbs):
     def from_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] = ()) -> Self:
         """Load model and tokenizer, in this process. Raises `ConfigError` when they cannot be served.
 
+        With `data_parallel_size` the engines that divide its experts are processes of their own, one fleet.
         `stat_loggers` get the engine's metrics, in addition to the log line and the loggers that packages registered.
         """
-        return cls(Frontend.start(config, LocalClient.start, stat_loggers))
+        start = LocalClient.start if config.data_parallel_size == 1 else fleet_starter()
+        return cls(Frontend.start(config, start, stat_loggers))
 
     @classmethod
     def from_client(cls, client: EngineClient) -> Self:
@@ -135,6 +138,16 @@ class LLMEngine(BlockingVerbs):
         """Whether `step()` has more outputs to return."""
         self.frontend.require_own_process()
         return len(self._reader) > 0
+
+    def has_unfinished_requests_dp(self, has_unfinished: bool = False) -> bool:
+        """Whether any engine of `data_parallel_size` has a request that has not ended, or `step()` has more outputs.
+
+        The engines that divide experts step together as long as one of them has requests, by themselves: a loop over
+        `step()` may end when this is False. `has_unfinished`: the caller's own answer, as vLLM takes it.
+        """
+        if has_unfinished or self.has_unfinished_requests():
+            return True
+        return bool(super().get_num_unfinished_requests())
 
     def get_num_unfinished_requests(self, *, timeout: float | None = None) -> int:
         """Requests of this client whose finished output has not been returned. It never waits for `timeout`."""

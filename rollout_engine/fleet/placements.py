@@ -73,4 +73,9 @@ def client_starter(
     On Ray one replica is a fleet too: its core may be on another node, and is started again when it dies.
     """
     start = fleet_starter(num_replicas=num_replicas, placement=placement, ray_address=ray_address)
-    return ProcessClient.start if num_replicas == 1 and placement == "processes" else start
+    return partial(_start_one_or_fleet, start) if num_replicas == 1 and placement == "processes" else start
+
+
+def _start_one_or_fleet(fleet: StartFleet, config: EngineConfig, meanwhile: Callable[[], object]) -> EngineClient:
+    """Start one core, or those that divide its experts."""
+    return ProcessClient.start(config, meanwhile) if config.data_parallel_size == 1 else fleet(config, meanwhile)

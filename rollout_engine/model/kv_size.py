@@ -101,7 +101,7 @@ def describe_states(loaded: LoadedModel, num_slots: int) -> str:
     if num_slots == 0:
         return ""
     size = f"{num_slots * bytes_per_state(loaded) / 2**20:.0f} MiB"
-    if loaded.cut is None:
+    if loaded.cut is None or loaded.cut.group is not None:
         return f", states {num_slots} slots ({size})"
     num_recurrences = sum(layer.state is not None and layer.state.recurrence is not None for layer in loaded.geometry)
     whole = ", recurrences whole on every rank" if len(loaded.cut.mixers) < num_recurrences else ""

@@ -24,6 +24,7 @@ from rollout_engine.children.failure import Failure
 from rollout_engine.children.guard import GUARD
 from rollout_engine.children.process import environment_with_package, start_module
 from rollout_engine.cluster.ray_cluster import variables_of_children
+from rollout_engine.execution.group_executor import GroupSettings
 from rollout_engine.process.descriptors import CORE_DESCRIPTORS, require
 from rollout_engine.process.keys import Keys
 from rollout_engine.process.lifeline import MAX_LIFELINE_BYTES, CoreSettings
@@ -65,10 +66,12 @@ class CoreProcess(Child):
         max_backlog_bytes: int,
         listen: str = "",
         keys: Keys | None = None,
+        group: GroupSettings | None = None,
     ) -> None:
         """Start the process; it loads the model while the caller continues. Raises `ConfigError`.
 
         `listen`: a TCP address at which the core also takes clients with these `keys`; `Ready.address` has its port.
+        `group`: the engine's place in its group, whose memory the process opens while it loads.
         """
         require_keys(listen, keys, "listen")
         _refuse_cores_of_cores()
@@ -90,6 +93,7 @@ class CoreProcess(Child):
             import_path=import_path(),
             listen=listen,
             keys=keys,
+            group=group,
         )
         locked = lock_directory(self.directory)
         GUARD.add_path(self.directory, f"{SHARED_MEMORY}/{os.path.basename(self.directory)}-")

@@ -56,7 +56,7 @@ def serve(lifeline: Channel, directory: str) -> int:
     sys.path[:] = settings.import_path  # our own packages are loaded: modules of the user cannot replace them
     try:
         settings.config.check()
-        executor = make_executor(settings.config)
+        executor = make_executor(settings.config, settings.group)
         core = make_core(settings.config, executor)
         history = History(core)
         connections = descriptors.connections_possible(2 if settings.listen else 1)
@@ -87,13 +87,14 @@ def serve(lifeline: Channel, directory: str) -> int:
         lifeline.send(sendable_failure(error))
         return 1
     lifeline.send(_ready(settings, core, executor, io))
-    return _run(proc, history, io)
+    return _run(proc, executor, history, io)
 
 
-def _run(proc: EngineCoreProc, history: History, io: CoreSocket) -> int:
+def _run(proc: EngineCoreProc, executor: InlineExecutor, history: History, io: CoreSocket) -> int:
     status, trace = 0, ""
     try:
         reason = proc.run()
+        executor.leave_group()
     except BaseException as error:
         logger.critical("the core failed and ends", exc_info=error)
         reason, status = f"it failed: {type(error).__name__}: {error}", 1

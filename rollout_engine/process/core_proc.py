@@ -25,10 +25,12 @@ from rollout_engine.engine.calls import Call, CallFuture
 from rollout_engine.engine.engine_lock import EngineLock
 from rollout_engine.engine.verbs import VERBS
 from rollout_engine.execution.executor import InlineExecutor
+from rollout_engine.execution.group_executor import GroupExecutor
 from rollout_engine.process import wire
 from rollout_engine.process.background import run_in_background
 from rollout_engine.process.client_routing import check_sequences, sequences_of_client
 from rollout_engine.process.core_socket import CoreSocket
+from rollout_engine.process.group_driver import GroupDriver
 from rollout_engine.process.inbox import ClientLeft, Drain, FromClient, Stop, Wake
 from rollout_engine.process.output_batcher import OutputBatcher
 from rollout_engine.process.quotas import Quotas
@@ -60,7 +62,9 @@ class EngineCoreProc:
         self._core, self._executor, self._io, self._directory = core, executor, io, directory
         self._batcher, self._quotas = OutputBatcher(io.send), Quotas()
         lock = EngineLock(holds_signals=False)  # a signal ends this process after the step in progress anyway
-        self.driver = ServingDriver(core, executor, self._deliver, lock=lock, wake=self._wake)
+        is_divided = isinstance(executor, GroupExecutor) and executor.group is not None
+        kind = GroupDriver if is_divided else ServingDriver
+        self.driver = kind(core, executor, self._deliver, lock=lock, wake=self._wake)
         self.driver.io_stats, core.stats.pictures = io.stats, io.picture_stats
         self.driver.forget_received_pictures = lambda: io.send_all(ForgetPictures())
         self._thread = threading.get_ident()

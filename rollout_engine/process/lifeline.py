@@ -8,6 +8,7 @@ parent   CoreProcess    ── CoreSettings ──────> child   core_mai
 import msgspec
 
 from rollout_engine.base.config import EngineConfig
+from rollout_engine.execution.group_executor import GroupSettings
 from rollout_engine.process.keys import Keys
 from sync.described_types import describe_types
 
@@ -28,6 +29,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     listen: str = ""
     """TCP address at which the core takes clients that have the keys; "": none."""
     keys: Keys | None = None
+    group: GroupSettings | None = None
+    """The engine's place among those that divide the experts of a mixture; None: it is alone."""
 
 
 describe_types(CoreSettings)

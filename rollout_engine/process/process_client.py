@@ -15,6 +15,7 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, EngineInfo, Listener, Route
 from rollout_engine.engine.verb import Verb
 from rollout_engine.engine.verbs import VERBS
+from rollout_engine.execution.group_executor import GroupSettings
 from rollout_engine.process.client_routing import slices
 from rollout_engine.process.client_socket import ClientSocket
 from rollout_engine.process.core_launcher import CoreProcess
@@ -67,13 +68,15 @@ class ProcessClient:
         *,
         hang_seconds: float = HANG_SECONDS,
         start_seconds: float = START_SECONDS,
+        group: GroupSettings | None = None,
     ) -> Self:
         """Start a core, which ends with this client. `meanwhile` is called while the core loads the model.
 
         `hang_seconds`: a core that gives no sign of life for this long is killed. `start_seconds`: how long loading may
-        take. Raises `ConfigError`, `EngineDeadError`.
+        take. `group`: its place among the engines that divide experts. Raises `ConfigError`, `EngineDeadError`.
         """
-        process = CoreProcess(config, heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
+        options: Any = dict(heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
+        process = CoreProcess(config, **options, group=group)
         try:
             meanwhile()
             process.wait_ready(start_seconds)

@@ -91,7 +91,7 @@ class LaggedEngine:
     def __init__(self, policy: Face, every: int, engine_kwargs: dict[str, Any]) -> None:
         """Start it, with the policy's live weights. Raises `ConfigError` unless these can be read in this process."""
         client = policy.frontend.client
-        if not isinstance(client, LocalClient) or client.info.config.tensor_parallel_size > 1:
+        if not isinstance(client, LocalClient) or client.info.config.num_ranks > 1:
             raise ConfigError(
                 "Teacher.lagged copies the weights of a policy that is in this process and not cut over ranks. For "
                 "another one, push the trainer's weights every few steps to a second policy, and give Teacher(that)."

@@ -38,7 +38,7 @@ async def server_info(served: Served, asked: Asked, *, config_format: str | None
     """The engine's configuration: vLLM's `vllm_config`, and SGLang's flat fields."""
     info = served.engine.frontend.client.info
     config = info.config
-    num_ranks = config.tensor_parallel_size
+    num_ranks, num_stages = config.num_ranks, config.pipeline_parallel_size
     has_loras = config.deterministic is not False and not config.device.startswith("cuda") and num_ranks == 1
     vllm_config: dict[str, Any] = {
         "model_config": {
@@ -51,7 +51,12 @@ async def server_info(served: Served, asked: Asked, *, config_format: str | None
             "seed": config.seed,
         },
         "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
-        "parallel_config": {"world_size": num_ranks, "tensor_parallel_size": num_ranks, "data_parallel_size": 1},
+        "parallel_config": {
+            "world_size": num_ranks,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": num_stages,
+            "data_parallel_size": config.data_parallel_size,
+        },
         "weight_transfer_config": {"backend": "gloo"},
         "lora_config": {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if has_loras else None,
     }
@@ -65,9 +70,9 @@ async def server_info(served: Served, asked: Asked, *, config_format: str | None
         "max_total_num_tokens": info.num_blocks * info.block_size,
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
-        "tp_size": num_ranks,
-        "dp_size": 1,
-        "pp_size": 1,
+        "tp_size": config.tensor_parallel_size,
+        "dp_size": config.data_parallel_size,
+        "pp_size": num_stages,
         "ep_size": 1,
         "internal_states": [{"weight_version": served.version_text}],
     }

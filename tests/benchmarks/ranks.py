@@ -1,12 +1,13 @@
 """Two ranks with a thread each beside one process with two threads: tokens per second in turns, and memory.
 
     python -m tests.benchmarks.ranks [--shape M] [--rounds 5] [--dtype float32] [--executor ray]
+    python -m tests.benchmarks.ranks --stages [--prompts 64]
     python -m tests.benchmarks.ranks --memory [--shape M] [--dtype float32] [--layers 12]
 
 A model as large as M of the other benchmarks, or E, a mixture of experts, generates for 32 prompts; ratios compare
-rounds that follow one another. Memory is that of each process of an engine which is alone in a program of its own,
-after generations and after an update beside the live weights: PSS, which counts a page that n processes share as 1/n,
-and USS, which leaves it out.
+rounds that follow one another. With `--stages` two stages take the place of two ranks. Memory is that of each process
+of an engine which is alone in a program of its own, after generations and after an update beside the live weights: PSS,
+which counts a page that n processes share as 1/n, and USS, which leaves it out.
 """
 
 import argparse
@@ -37,7 +38,7 @@ M = dict(
 E = M | dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=384, norm_topk_prob=True)
 SHAPES = {"M": ("qwen3", M), "E": ("qwen3_moe", E)}
 """Architecture and fields."""
-PROMPTS = [{"prompt_token_ids": [5 + (7 * i + j) % 900 for j in range(64)]} for i in range(32)]
+PROMPTS = [{"prompt_token_ids": [5 + (7 * i + j) % 900 for j in range(64)]} for i in range(256)]
 
 
 def main() -> None:
@@ -48,11 +49,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=M["num_hidden_layers"])
     parser.add_argument("--executor", choices=["process", "ray"], default="process", help="where the other rank runs")
+    parser.add_argument("--stages", action="store_true", help="divide layers among two stages")
+    parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--memory", action="store_true", help="print memory, not speed")
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)  # of the engine whose memory this program measures
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     architecture, fields = SHAPES[arguments.shape]
+    del PROMPTS[arguments.prompts :]
     if arguments.checkpoint:
         print(json.dumps(_memory_here(arguments.checkpoint, arguments.ranks, arguments.dtype)))
         return
@@ -61,11 +65,12 @@ def main() -> None:
         if arguments.memory:
             _compare_memory(path, arguments.dtype)
         else:
-            _compare_speed(path, arguments.dtype, arguments.rounds, arguments.executor)
+            options = dict(pipeline_parallel_size=2) if arguments.stages else dict(tensor_parallel_size=2)
+            _compare_speed(path, arguments.dtype, arguments.rounds, options | dict(executor=arguments.executor))
 
 
-def _compare_speed(path: str, dtype: str, num_rounds: int, executor: str) -> None:
-    two = _engine(path, 2, dtype, num_threads=1, executor=executor)
+def _compare_speed(path: str, dtype: str, num_rounds: int, of_two: dict[str, object]) -> None:
+    two = _engine(path, 1, dtype, num_threads=1, **of_two)
     one = _engine(path, 1, dtype, num_threads=2)
     try:
         print(two.collective_rpc("get_memory_usage"), one.collective_rpc("get_memory_usage"))
@@ -76,9 +81,9 @@ def _compare_speed(path: str, dtype: str, num_rounds: int, executor: str) -> Non
         one.shutdown()
 
 
-def _engine(path: str, num_ranks: int, dtype: str, num_threads: int, executor: str = "auto") -> LLM:
+def _engine(path: str, num_ranks: int, dtype: str, num_threads: int, **more: object) -> LLM:
     options = dict(dtype=dtype, skip_tokenizer_init=True, log_stats=False, num_kv_blocks=1024)
-    return LLM(path, tensor_parallel_size=num_ranks, num_threads=num_threads, executor=executor, **options)
+    return LLM(path, num_threads=num_threads, **(options | dict(tensor_parallel_size=num_ranks) | more))
 
 
 def _compare_memory(path: str, dtype: str) -> None:

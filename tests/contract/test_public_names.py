@@ -28,7 +28,7 @@ SIGNATURES = {
             "reset_mm_cache": "self",
             "reset_encoder_cache": "self",
             "collective_rpc": "self method timeout args kwargs",
-            "save_sharded_state": "self path",
+            "save_sharded_state": "self path pattern max_size",
         }.items()
     },
     "AsyncLLM.from_config": "config",

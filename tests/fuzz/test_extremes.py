@@ -90,6 +90,7 @@ CONFIG_EXTREMES = {
     "deterministic": [True, False, "auto", "sometimes"],
     "num_threads": [1, 2, 0, 10**6],
     "tensor_parallel_size": [1, 0, 65, 2**70],
+    "data_parallel_size": [1, 0, 65, 2**70],
     "executor": ["auto", "inline", "process", "ray", "mpi"],
     "load_format": ["dummy", "auto", "magic"],
     "skip_tokenizer_init": [True, False],

@@ -15,6 +15,7 @@ from rollout_engine.cli import shard
 from rollout_engine.cli.main import main
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.model.loading.loader import load_model
+from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 
 needs_ranks = pytest.mark.skipif(not turns.is_available(), reason="no C++ compiler here")
@@ -168,7 +169,7 @@ def test_a_torn_file_of_another_rank_is_refused_by_its_name_alone(of_two, tmp_pa
 def test_a_missing_file_is_refused_by_its_name(copied):
     (copied / "rank-0-of-1.safetensors").unlink()
     with pytest.raises(
-        ConfigError, match="rank-0-of-1.safetensors is missing: the state has a file for each of its 1 ranks. Copy"
+        ConfigError, match="rank-0-of-1.safetensors is missing: the state has files for each of its 1 ranks. Copy"
     ):
         load(copied)
 
@@ -200,7 +201,7 @@ def test_a_state_without_its_list_is_refused_as_not_complete(copied, checkpoint)
 
 @pytest.mark.parametrize("change, match", [
     (lambda state: state.clear(), "sharded.json is damaged"),
-    (lambda state: state.update(form=2), "has form 2 of sharded states; this release reads form 1"),
+    (lambda state: state.update(form=2), "has form 2 of sharded states; this release reads forms 1 and 2"),
     (lambda state: state["shards"][0]["tensors"][0].update(digest="0" * 32), "manifest of version 0 is damaged"),
 ])  # fmt: skip
 def test_a_damaged_list_is_refused(copied, change, match):
@@ -231,6 +232,47 @@ def test_weights_of_another_model_are_refused_by_name(copied, tmp_path):
         ConfigError, match=r"rank-0-of-1.safetensors is not of this model, .* form of 6 tensors: .*down_proj"
     ):
         load(copied)
+
+
+@pytest.mark.parametrize("pattern", [None, "model-rank-{rank}-part-{part}.safetensors"])
+def test_files_of_a_bounded_size_hold_the_same_weights(checkpoint, of_one, tmp_path, pattern):
+    with running(checkpoint) as engine:
+        engine.save_sharded_state(tmp_path / "state", pattern, 20_000)
+    names = [path.name for path in (tmp_path / "state").glob("*.safetensors")]
+    assert len(names) > 2 and (pattern is None) == ("rank-0-of-1-part-0.safetensors" in names)
+    digests = [json.loads((path / "sharded.json").read_text())["shards"][0] for path in (of_one, tmp_path / "state")]
+    assert sorted(spec["digest"] for spec in digests[0]["tensors"]) == sorted(
+        s["digest"] for s in digests[1]["tensors"]
+    )
+    load(tmp_path / "state")
+    (tmp_path / "state" / names[0]).unlink()
+    with pytest.raises(ConfigError, match="is missing: the state has files for each of its 1 ranks"):
+        load(tmp_path / "state")
+
+
+@needs_ranks
+def test_ranks_write_files_of_a_bounded_size(cut_engine, tmp_path):
+    cut_engine.save_sharded_state(tmp_path / "state", max_size=20_000)
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert {f"rank-{rank}-of-2-part-1.safetensors" for rank in range(2)} <= names
+    load(tmp_path / "state", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("part-{part}.safetensors", None), "pattern"),
+        (("rank-{rank}.safetensors", 1000), "pattern"),
+        (("rank-{rank}", None), "pattern"),
+        (("a/{rank}.safetensors", None), "pattern"),
+        (("{rank}-{size}.safetensors", None), "pattern"),
+        ((None, 0), "max_size"),
+    ],
+)
+def test_patterns_that_give_two_files_one_name_are_refused(arguments, field):
+    with pytest.raises(RequestError, match=f"save_sharded_state: {field}=") as caught:
+        ShardFiles.of(*arguments, "save_sharded_state")
+    assert caught.value.field == field
 
 
 def test_another_dtype_is_refused(of_one):

@@ -15,7 +15,7 @@ MISTAKES = [
     Mistake(OPTIONS, "LLM(trainer)"),
     Mistake(OPTIONS, "RolloutPolicy(path)"),
     Mistake(OPTIONS, "LLM(path, max_num_seq=8)"),
-    Mistake(OPTIONS, "LLM(path, pipeline_parallel_size=2)"),
+    Mistake(OPTIONS, "LLM(path, pipeline_parallel_size=2, deterministic=False)"),
     Mistake(OPTIONS, "LLM(path, trust_remote_code=True)"),
     Mistake(OPTIONS, "LLM(path, distributed_executor_backend='ray')"),
     Mistake(OPTIONS, "LLM(path, executor='ray')"),

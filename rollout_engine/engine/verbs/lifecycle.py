@@ -94,12 +94,14 @@ def wait_for_requests_to_drain(driver: EngineDriver, drain_timeout: float = 300)
 def sleep(
     driver: EngineDriver, level: int = 1, mode: PauseMode = "abort", *, drain_timeout: float | None = None
 ) -> None:
-    """Release memory to the system.
+    """Release memory to the system, or at level 0 stop scheduling alone; until `wake_up`.
 
     Args:
-        level: 1 releases the KV pool and all that is derived from the weights; 2 drops the weights too, and after
-            `wake_up` a complete `update_weights` is needed first.
-        mode: of requests in flight, as for `pause_generation`. Those kept compute their KV again after `wake_up`.
+        level: 0 releases nothing: it is a pause that `wake_up` ends, and weights may be updated meanwhile; 1 releases
+            the KV pool and all that is derived from the weights; 2 drops the weights too, and after `wake_up` a
+            complete `update_weights` is needed first.
+        mode: of requests in flight, as for `pause_generation`. Those kept compute their KV again after `wake_up`, but
+            for level 0, after which they continue on it.
         drain_timeout: as for `pause_generation`; the engine falls asleep once the requests have ended.
     """
     driver.deliver(driver.core.sleep(level, mode))
@@ -111,13 +113,16 @@ def _prepare_wake_up(tags: Iterable[str] | None, timeout: float | None) -> Argum
 
 @VERBS.add(prepare=_prepare_wake_up, combine=combine.nothing)
 def wake_up(driver: EngineDriver, tags: str | list[str] | None = None, *, timeout: float | None = None) -> None:
-    """Allocate memory again: "weights", "kv_cache", or None for all. A pause from before the sleep still holds."""
+    """Allocate memory again: "weights", "kv_cache", or None for all. "scheduling", or None, ends a sleep at level 0.
+
+    A pause from before the sleep still holds.
+    """
     driver.core.wake_up(tags)
 
 
 @VERBS.add(when="any time", combine=any)
 def is_sleeping(driver: EngineDriver, *, timeout: float | None = None) -> bool:
-    """Whether some memory is still released."""
+    """Whether some memory is still released, or a sleep at level 0 holds."""
     return bool(driver.core.lifecycle.asleep)
 
 

@@ -269,17 +269,26 @@ def apply_model(driver: EngineDriver, fn: Callable[[nn.Module], Any], *, timeout
         driver.core.end_update(dirty=driver.executor.dirty)
 
 
-def _prepare_save(path: str | os.PathLike[str], timeout: float | None) -> Arguments:
+def _prepare_save(
+    path: str | os.PathLike[str], pattern: str | None, max_size: int | None, timeout: float | None
+) -> Arguments:
     if isinstance(path, os.PathLike) or (isinstance(path, str) and path):
         path = os.path.abspath(path)  # here: the engine's process may be in another directory
     else:
         problem = refused("path", path, "the path of a directory to write")
         raise RequestError(f"save_sharded_state: {problem}", field="path", value=path)
-    return {"path": path, "timeout": timeout}
+    return {"path": path, "pattern": pattern, "max_size": plain(max_size), "timeout": timeout}
 
 
 @VERBS.add(prepare=_prepare_save)
-def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None = None) -> None:
+def save_sharded_state(
+    driver: EngineDriver,
+    path: str,
+    pattern: str | None = None,
+    max_size: int | None = None,
+    *,
+    timeout: float | None = None,
+) -> None:
     """Write the live weights to a new directory, for engines with `load_format="sharded"`; steps wait meanwhile.
 
     Each rank writes its part to a file of its own, with digests, so a model that is cut over ranks is nowhere
@@ -287,13 +296,17 @@ def save_sharded_state(driver: EngineDriver, path: str, *, timeout: float | None
     the same `tensor_parallel_size`, dtype and, on devices, `deterministic`, whose weights are these to the bit. It is
     on the machine that runs the model; of a fleet one replica writes it. Adapters and a draft model are not saved.
 
+    `max_size`: most bytes of the tensors of a file, unless one tensor has more; None: a rank writes one file.
+    `pattern`: the names of files, with {rank} in it, and {part} if there may be several; None: our own names.
+
     The directory is complete when this returns, and nothing is left there after an error. Raises `RequestError`
-    if it cannot be written or is not empty; `LifecycleError` and `DirtyWeightsError` if there are no weights to
+    if it cannot be written or is not empty, or for a pattern or size that
+    is not possible; `LifecycleError` and `DirtyWeightsError` if there are no weights to
     read.
     """
     _require_whole_weights(driver, "save_sharded_state")
     with allowed():
-        driver.executor.save_sharded_state(path)
+        driver.executor.save_sharded_state(path, pattern, max_size)
 
 
 @VERBS.add()

@@ -37,6 +37,8 @@ class Stop(NamedTuple):
     """End a replica's engine."""
 
     replica: int
+    answers_first: bool = False
+    """Let it answer the calls that it has got: others have taken its place, and it has not failed."""
 
 
 class Tell(NamedTuple):

@@ -11,8 +11,9 @@ A replica whose weights are not the fleet's newest serves nothing. Time is passe
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from rollout_engine.base.errors import RetryableError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, SequenceEnd
 from rollout_engine.base.version_pin import check_standing, describe_end, standing_of
 from rollout_engine.fleet.plan.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
@@ -38,11 +39,14 @@ class Brain:
         self.replicas = {index: Replica(index) for index in range(num_replicas)}
         self._waiting: deque[Entry] = deque()
         """Requests that no replica has, oldest first: none serves, or they ask for a later policy version."""
+        self.successors: tuple[int, ...] = ()
+        """Replicas that replace all others, and serve, once all of them are SYNCED."""
 
     @property
     def serving(self) -> list[int]:
         """Replicas that get requests."""
-        return [replica.index for replica in self.replicas.values() if replica.state is ReplicaState.SYNCED]
+        synced = [replica.index for replica in self.replicas.values() if replica.state is ReplicaState.SYNCED]
+        return [index for index in synced if index not in self.successors]
 
     @property
     def living(self) -> list[int]:
@@ -213,9 +217,46 @@ class Brain:
             actions.append(Start(index, now))
         return actions
 
+    def replace_all(self, num_replicas: int, plan: Callable[[Sequence[int]], object], now: float) -> list[Action]:
+        """Start as many replicas, which will replace all others. `plan` is called with their indexes first.
+
+        Raises `RetryableError` if earlier ones have not done so yet.
+        """
+        if self.successors:
+            raise RetryableError("scale: the last change of the number of replicas has not ended; call again later.")
+        first = len(self.replicas)
+        self.successors = tuple(range(first, first + num_replicas))
+        plan(self.successors)
+        self.replicas |= {index: Replica(index) for index in self.successors}
+        return [Start(index, now) for index in self.successors]
+
+    def settle_replacement(self, now: float) -> list[Action]:
+        """End the replicas that successors replace, once all of these are SYNCED: requests continue there.
+
+        If a successor is given up, they all are, and the others stay.
+        """
+        new = [self.replicas[index] for index in self.successors]
+        states = {each.state for each in new}
+        if ReplicaState.DEAD in states:
+            gone, self.successors = new, ()
+            logger.error("the fleet keeps its replicas: those that were to replace them did not start")
+        elif states == {ReplicaState.SYNCED}:
+            gone = [each for index, each in self.replicas.items() if index not in self.successors]
+            self.successors = ()
+        else:
+            return []
+        actions = [] if gone is new else self._serve(new, now)
+        for each in (each for each in gone if each.state is not ReplicaState.DEAD):
+            lived = each.lives
+            actions += [] if gone is new else self._stale(each, now)
+            actions += [*([Stop(each.index, answers_first=True)] if lived else []), *self._end(each)]
+        return actions
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
         _check_fleet(self.ledger, list(self._waiting), list(self.replicas.values()), self.policy_version)
+        standings = {standing_of(entry.request.params, self.policy_version) for entry in self._waiting}
+        assert "in range" not in standings or not self.serving, "requests wait while a replica serves"
 
     def _place(self, entry: Entry, replica: int | None = None) -> list[Action]:
         """Send the rest of a request to this replica, or the one that the balancer names, or let it wait."""
@@ -271,7 +312,8 @@ class Brain:
     def _serve(self, replicas: Iterable[Replica], now: float) -> list[Action]:
         for replica in replicas:
             replica.state, replica.synced_at, replica.num_missed = ReplicaState.SYNCED, now, 0
-            self.balancer.add(replica.index)
+            if replica.index not in self.successors:
+                self.balancer.add(replica.index)
         waiting, self._waiting = self._waiting, deque()
         return [action for entry in waiting for action in self._place(entry)]
 
@@ -289,7 +331,8 @@ class Brain:
 
     def _leave(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.SYNCED:
-            self.balancer.remove(replica.index)
+            if replica.index not in self.successors:
+                self.balancer.remove(replica.index)
             if now - replica.synced_at >= _PROVEN_SECONDS:
                 replica.num_failures = 0
 
@@ -326,11 +369,11 @@ def _check_fleet(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Re
     """Raise AssertionError if requests or replicas are inconsistent, in a fleet that has not failed."""
     ledger.check_integrity()
     if any(replica.state is not ReplicaState.DEAD for replica in replicas):
-        _check_requests(ledger, waiting, replicas, policy_version)
+        _check_requests(ledger, waiting, replicas)
         _check_replicas(ledger, replicas, policy_version)
 
 
-def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica], policy_version: int) -> None:
+def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence[Replica]) -> None:
     """Raise AssertionError if a request is nowhere, or at a replica that must not have it."""
     assert len(set(waiting)) == len(waiting), "a request waits twice"
     for entry in ledger.entries():
@@ -338,9 +381,6 @@ def _check_requests(ledger: Ledger, waiting: Sequence[Entry], replicas: Sequence
         if entry.replica is not None:
             state = replicas[entry.replica].state
             assert state in (ReplicaState.SYNCED, ReplicaState.DRAINING), f"a {state} replica has a request"
-    serves = any(replica.state is ReplicaState.SYNCED for replica in replicas)
-    standings = {standing_of(entry.request.params, policy_version) for entry in waiting}
-    assert "in range" not in standings or not serves, "requests wait while a replica serves"
 
 
 def _check_replicas(ledger: Ledger, replicas: Iterable[Replica], policy_version: int) -> None:

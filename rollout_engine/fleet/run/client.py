@@ -28,6 +28,7 @@ from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState
 from rollout_engine.fleet.run.adapters import ADAPTER_VERBS, FleetAdapters
 from rollout_engine.fleet.run.calls import FleetCalls
 from rollout_engine.fleet.run.dispatcher import Dispatcher
+from rollout_engine.fleet.run.groups import GroupProvider
 from rollout_engine.fleet.run.kv_peers import introduce_kv_peers
 from rollout_engine.fleet.run.member import Member
 from rollout_engine.fleet.run.metrics import FleetMetrics
@@ -63,6 +64,8 @@ class FleetClient:
         )
         self._updates = FleetUpdates(members[0].first_digest, self._adapters, self._lock)
         self._supervisor = Supervisor(provider, config, self._updates)
+        self._groups = provider if isinstance(provider, GroupProvider) else None
+        """Forms the groups of replicas that divide experts; None: each replica has the whole model."""
         self._dispatcher = Dispatcher(self, self._brain, self._members, self._supervisor)
         self._calls = FleetCalls(self._brain, self._members, self._supervisor, self._lock, self._is_over)
         self._metrics = FleetMetrics(self._brain, self._members, self._lock)
@@ -86,6 +89,8 @@ class FleetClient:
         be served, and `EngineDeadError`; then nothing of it is left.
         """
         check_count(num_replicas)
+        if config.data_parallel_size > 1:
+            provider, num_replicas = GroupProvider.of(config, num_replicas, provider), config.data_parallel_size
         provider = ProcessProvider() if provider is None else provider
         with start_replicas(provider, config, num_replicas, meanwhile) as (config, members):
             return cls(config, provider, members, Balancer() if balancer is None else balancer)
@@ -173,16 +178,24 @@ class FleetClient:
         return self._metrics.read(seconds)
 
     def scale(self, num_replicas: int) -> None:
-        """Scale to `num_replicas`. New ones serve once they are loaded; requests of removed ones end first."""
+        """Scale to `num_replicas`. New ones serve once they are loaded; requests of removed ones end first.
+
+        Replicas that divide experts are all replaced, by a group of that size: once it is loaded, requests in flight
+        continue there. Raises `RetryableError` if the last such change has not ended.
+        """
         self.require_usable()
         check_count(num_replicas)
         with self._updates.one_at_a_time():
             num_present = len(self._brain.wanted)
-            if (num_more := num_replicas - num_present) > 0:
+            num_more = num_replicas - (num_present if self._groups is None else 0)
+            if num_more > 0 and num_replicas != num_present:
                 self._supervisor.check(num_more, num_present)  # it may take seconds: outputs are still delivered
             with self._lock:
                 self.require_usable()
-                self._dispatcher.do(self._brain.scale_to(num_replicas, time.monotonic()))
+                if self._groups is None:
+                    self._dispatcher.do(self._brain.scale_to(num_replicas, time.monotonic()))
+                elif num_replicas != num_present:
+                    self._dispatcher.do(self._brain.replace_all(num_replicas, self._groups.plan, time.monotonic()))
 
     def restart(self) -> None:
         """Restart the engine of every replica, one after the other; the others serve meanwhile. Blocks.
@@ -231,6 +244,7 @@ class FleetClient:
             self._dispatcher.do(self._brain.note_start(member.index, version, time.monotonic()))
             if (problem := member.client.ending) is not None:  # since before it was joined: not reported here
                 self.handle_loss(member, problem)
+            self._settle_replacement()
             self._bring_drafts()
             if self.info.kv_handshake:
                 introduce_kv_peers(self._members)
@@ -241,6 +255,7 @@ class FleetClient:
         logger.warning("replica %d did not start: %s", index, problem)
         with self._lock:
             self._dispatcher.do(self._brain.note_loss(index, str(problem), time.monotonic()))
+            self._settle_replacement()
 
     def lags(self, member: Member) -> bool:
         """Whether a replica still has to catch up: an update may have overtaken it."""
@@ -254,6 +269,7 @@ class FleetClient:
             if self._members.get(member.index) is member:
                 version = -1 if self._adapters.lags(member) else version
                 self._dispatcher.do(self._brain.has_weights(member.index, version, time.monotonic()))
+                self._settle_replacement()
 
     def not_caught_up(self, member: Member, problem: Exception) -> None:
         """Note that a replica did not get the newest weights."""
@@ -288,6 +304,7 @@ class FleetClient:
                 del self._members[member.index]
                 self._supervisor.retire(member)
                 self._dispatcher.do(self._brain.note_loss(member.index, str(error), time.monotonic()))
+                self._settle_replacement()
 
     def _update_ended(
         self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
@@ -302,6 +319,7 @@ class FleetClient:
                 strayed = sorted(same.intersection(in_doubt))
                 actions = self._brain.note_unknown_weights(strayed, now, can_catch_up=self._updates.has_any)
             self._dispatcher.do(actions)
+            self._settle_replacement()
 
     def _draft_ended(
         self, members: Mapping[int, Member], reports: Mapping[int, UpdateReport], in_doubt: Iterable[int]
@@ -318,6 +336,11 @@ class FleetClient:
         for member in self._members.values():
             if self._updates.lacks_draft(member):
                 self._supervisor.bring_draft(member)
+
+    def _settle_replacement(self) -> None:
+        """Have the replicas of a new group take over, once all of them serve."""
+        if self._brain.successors:
+            self._dispatcher.do(self._brain.settle_replacement(time.monotonic()))
 
     def _is_over(self) -> bool:
         return self._supervisor.is_closed or self.dead_error is not None

@@ -41,8 +41,8 @@ class Dispatcher:
                     self._supervisor.start(index, at, self._fleet)
                 case CatchUp(index, at):
                     self._supervisor.catch_up(self._members[index], at, self._fleet)
-                case Stop(index):
-                    self._supervisor.retire(self._members.pop(index))
+                case Stop(index, answers_first):
+                    self._supervisor.retire(self._members.pop(index), answers_first=answers_first)
                 case Fail(reason):
                     self.fail_all(EngineDeadError(f"The fleet is dead: {reason}."))
         for (

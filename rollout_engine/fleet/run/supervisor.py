@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from rollout_engine.base.config import EngineConfig
@@ -21,6 +22,9 @@ _ORDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "wake_up": ("sleep", None),
 }
 """Verb -> the call that puts a replica which starts later into the same state, with its arguments; None: none does."""
+
+
+_ANSWER_SECONDS = 5.0
 
 
 class Fleet(Protocol):
@@ -102,8 +106,11 @@ class Supervisor:
         with suppress(RetryableError):  # no thread
             self._run(f"draft-replica-{member.index}", 0.0, lambda: self._updates.give_draft(member))
 
-    def retire(self, member: Member) -> None:
-        """End a replica's engine."""
+    def retire(self, member: Member, *, answers_first: bool = False) -> None:
+        """End a replica's engine. `answers_first`: after it has answered the calls that it got."""
+        if answers_first:
+            with suppress(RetryableError):  # no thread: they are lost
+                return self._spawn(f"end-replica-{member.index}", partial(_end_answered, member))
         self._end(member)
 
     def close(self) -> None:
@@ -187,6 +194,12 @@ class Supervisor:
     def _end_without_thread(self) -> None:
         while (member := self._without_thread.get()) is not None:
             member.replica.end()
+
+
+def _end_answered(member: Member) -> None:
+    with suppress(Exception):  # a call is answered after those before it
+        member.client.call("is_paused", {"timeout": None}).result(_ANSWER_SECONDS)
+    member.replica.end()
 
 
 @contextmanager

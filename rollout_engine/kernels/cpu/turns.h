@@ -29,10 +29,10 @@ struct Turns {
         return true;
     }
 
-  private:
     static constexpr int SPINS = 2000;    // about 40 microseconds: a quiet machine needs less
     static constexpr int YIELDS = 20000;  // some milliseconds; then another rank computes alone, or has no core
 
+    // The wait before the next look, if there were `waits` before.
     static void wait(int waits) {
         if (waits < SPINS) {
 #if defined(__x86_64__) || defined(__i386__)

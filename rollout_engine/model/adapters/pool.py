@@ -127,8 +127,13 @@ class AdapterPool(ABC):
         max_loras: int,
         max_rank: int,
         names: CheckpointNames = CheckpointNames(),  # noqa: B008 (it is frozen)
+        elsewhere: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """`names`: the further names that an adapter may have for the linears of `module`."""
+        """`names`: the further names that an adapter may have for the linears of `module`.
+
+        `elsewhere`: by name, the input and output features of linears that other stages of the model have.
+        """
+        self._elsewhere = elsewhere or {}
         self._module, self._max_loras, self._max_rank, self._names = module, max_loras, max_rank, names
         self.dtype = next(module.parameters()).dtype
         self._tables: dict[int, Any] = {}
@@ -154,7 +159,7 @@ class AdapterPool(ABC):
         """
         linears = read_adapter(request)
         try:
-            used = self._names.used(linears.items(), self._linears)
+            used = self._names.used(linears.items(), {**self._linears, **self._elsewhere})
         except ManifestMismatch as problem:
             raise RequestError.for_field("tensors", str(problem), "one pair of matrices for each linear") from None
         if not used:
@@ -168,7 +173,7 @@ class AdapterPool(ABC):
         packed: dict[str, Pair] = {}
         digest, rank, num_bytes = xxhash.xxh3_128(), 0, 0
         for name, linear in sorted(linears.items()):
-            self._check(name, linear, self._target(name))
+            self._check(name, linear, self._features(name))
             pair = packed[name] = self._pack_linear(linear)
             tensors = pair.a, pair.b
             if not all(math.isfinite(bound) for tensor in tensors for bound in tensor.aminmax()):  # NaN is both bounds
@@ -184,6 +189,8 @@ class AdapterPool(ABC):
         """Lay out this rank's part of matrices that have been checked. `packed`: the whole of each."""
         found: Pairs = {}
         for name, linear in linears.items():
+            if name in self._elsewhere:
+                continue
             target = self._target(name)
             is_whole = target.inputs.is_whole and target.outputs.is_whole
             pair = packed[name] if packed and is_whole else self._pack_linear(target.own(linear))
@@ -244,18 +251,26 @@ class AdapterPool(ABC):
     def _target(self, name: str) -> Target:
         found = self._linears.get(name)
         if found is None:
-            kinds = sorted({each.rpartition(".")[2] for each in self._linears})
-            hint = did_you_mean(name, self._linears) or f"Its linear layers are called {', '.join(kinds)}."
+            known = [*self._linears, *self._elsewhere]
+            kinds = sorted({each.rpartition(".")[2] for each in known})
+            hint = did_you_mean(name, known) or f"Its linear layers are called {', '.join(kinds)}."
             bound = f"a linear layer of {type(self._module).__name__}, other than its head"
             raise RequestError.for_field("target", name, bound, hint)
         return found
 
-    def _check(self, name: str, linear: LinearAdapter, target: Target) -> None:
+    def _features(self, name: str) -> tuple[int, int]:
+        """The input and output features of a linear of any stage, on all ranks together."""
+        if name in self._elsewhere:
+            return self._elsewhere[name]
+        target = self._target(name)
+        return target.inputs.whole, target.outputs.whole
+
+    def _check(self, name: str, linear: LinearAdapter, features: tuple[int, int]) -> None:
         if len(linear.a) > self._max_rank:
             bound = f"at most {self._max_rank} (max_lora_rank)"
             hint = f"It is the rank of '{name}'. Make the engine with max_lora_rank={len(linear.a)}."
             raise RequestError.for_field("rank", len(linear.a), bound, hint)
-        came, wanted = [linear.a.shape[1], linear.b.shape[0]], [target.inputs.whole, target.outputs.whole]
+        came, wanted = [linear.a.shape[1], linear.b.shape[0]], list(features)
         if came != wanted:
             hint = f"They are the inputs and outputs of '{name}': the adapter is of another base model."
             raise RequestError.for_field(f"shape of '{name}'", came, str(wanted), hint)

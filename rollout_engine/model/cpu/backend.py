@@ -24,6 +24,7 @@ from rollout_engine.model.cpu.row_invariance import ARITHMETIC
 from rollout_engine.model.cpu.runner import CpuRunner
 from rollout_engine.model.cpu.sequence_logprobs import sequence_logprobs
 from rollout_engine.model.cpu.shadow_memory import CpuShadowMemory
+from rollout_engine.model.cpu.stage_trial import try_stage
 from rollout_engine.model.cpu.weight_memory import CpuWeightMemory
 from rollout_engine.model.kv_size import describe_pool, describe_states, size_pool, size_states
 from rollout_engine.model.modules.composites import PICTURES
@@ -67,12 +68,12 @@ class CpuBackend(Backend):
         if cut is not None:
             _check_products(loaded.module, cut, is_deterministic=self.is_deterministic)
         pictures = _sequences_with_pictures(config, loaded)
-        self.packed = PackedWeights(loaded.module, loaded.num_ranks)
-        self.num_blocks = size_pool(config, loaded)
-        self.num_state_slots = size_states(config, loaded, self.num_blocks)
+        self.packed = PackedWeights(loaded.module, config.num_ranks)
+        self.num_blocks = size_pool(config, loaded.of_all_stages)
+        self.num_state_slots = size_states(config, loaded.of_all_stages, self.num_blocks)
         if cut is not None:
-            self.num_blocks = cut.seat.exchange.agree(self.num_blocks)[0]
-            self.num_state_slots = cut.seat.exchange.agree(self.num_state_slots)[0]
+            self.num_blocks = cut.seat.team.agree(self.num_blocks)[0]
+            self.num_state_slots = cut.seat.team.agree(self.num_state_slots)[0]
         self._seat: Seat | None = None if cut is None else cut.seat
         reason = decoder_trial.unsupported_reason(loaded.module, loaded.geometry, cut)
         if reason is not None:
@@ -80,7 +81,8 @@ class CpuBackend(Backend):
         self.adapters = None
         if self.is_deterministic:
             sizes = {"max_loras": config.max_loras, "max_rank": config.max_lora_rank}
-            self.adapters = CpuAdapterPool(loaded.module, names=loaded.names, **sizes)
+            elsewhere = None if cut is None or cut.stage is None else cut.stage.elsewhere
+            self.adapters = CpuAdapterPool(loaded.module, names=loaded.names, elsewhere=elsewhere, **sizes)
         if pictures is not None:
             pictures.encoder.adapters = self.adapters
         model = CpuModel(
@@ -93,6 +95,8 @@ class CpuBackend(Backend):
             adapters=self.adapters,
             cut=cut,
         )
+        if model.stage is not None:
+            try_stage(model)
         self._vocab_size = loaded.vocab_size
         self.shadow_memory = CpuShadowMemory()
         self.generates = loaded.head_kind is None
@@ -111,8 +115,9 @@ class CpuBackend(Backend):
         self.choices = self._describe_choices(config, loaded)
 
     def _describe_choices(self, config: EngineConfig, loaded: LoadedModel) -> str:
+        ranks = described_ranks(loaded.num_ranks, config.pipeline_parallel_size)
         return (
-            f"device cpu{described_ranks(loaded.num_ranks)}, dtype {_described_dtype(loaded)}, "
+            f"device cpu{ranks}, dtype {_described_dtype(loaded)}, "
             f"{torch.get_num_threads()} threads, "
             f"deterministic {self.is_deterministic}, {'float32 head, ' if config.fp32_head else ''}"
             f"{'' if config.quantization is None else f'layers in {config.quantization}, '}"
@@ -175,6 +180,8 @@ class CpuBackend(Backend):
         """Whether beginnings that sequences share may be scored once. All ranks call it together, and agree."""
         if not self.is_deterministic:
             return False
+        if self._seat is not None and self._seat.pipe is not None:
+            return False  # the trial would need all layers
         with torch.no_grad():
             shares = shares_prefixes(self.runner.model.module)
         return shares if self._seat is None else self._seat.all_agree(shares)
@@ -234,13 +241,19 @@ def _made_deterministic(config: EngineConfig, loaded: LoadedModel) -> bool:
 
 def _check_products(module: nn.Module, cut: ModelCut, *, is_deterministic: bool) -> None:
     """Raise `ConfigError` if products of some columns may have other bits than products of all."""
-    size = cut.seat.num_ranks
-    if not is_deterministic:
+    size, group = cut.seat.num_ranks, cut.group
+    if cut.stage is not None and not is_deterministic:
         raise ConfigError(
-            f"tensor_parallel_size={size} needs deterministic products, whose columns do not depend on one another, "
+            f"pipeline_parallel_size={cut.stage.pipe.num_stages} needs deterministic products, because sequences are "
+            "divided among steps, and the model's are not (a part of it was not replaced). Leave it out."
+        )
+    if not is_deterministic:
+        option = f"tensor_parallel_size={size}" if group is None else f"data_parallel_size={group.size}"
+        raise ConfigError(
+            f"{option} needs deterministic products, whose rows and columns do not depend on one another, "
             "and the model's are not (deterministic=False, or a part of it that was not replaced). Leave it out."
         )
-    if any(group.plan.kernel != linear.OWN for group in linear_groups(module)):
+    if cut.is_tensor_parallel and any(group.plan.kernel != linear.OWN for group in linear_groups(module)):
         raise ConfigError(
             f"tensor_parallel_size={size} needs products by our own C++ kernel, and on this CPU another library "
             "multiplies. Leave it out."

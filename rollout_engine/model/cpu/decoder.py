@@ -37,12 +37,14 @@ from rollout_engine.model.modules.decoder_structure import DecoderLayer, decoder
 from rollout_engine.model.modules.feed_forwards import MLP, Mixture
 from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.mixer_functions import LayerStates
+from rollout_engine.model.modules.passed_layers import AbsentEmbedding
 from rollout_engine.model.modules.rotary import RotaryTable, rotary_limit
 from rollout_engine.model.modules.structure_checks import UnsupportedStructure, require
 from rollout_engine.model.packing.linear_groups import LinearGroup, RowInvariantLinear
 from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.packing.packed_embedding import PackedEmbedding
 from rollout_engine.model.ranks.cut import ModelCut
+from rollout_engine.model.ranks.pipe import Pipe
 from rollout_engine.model.sampling.logit_rows import LogitRows
 
 
@@ -50,8 +52,8 @@ class CpuDecoder:
     """The layers of `module` over one KV pool. Raises `UnsupportedStructure` if the module is not built as Llama is.
 
     Weights may be written, replaced or repacked at any time: addresses are gathered anew at the next step. If groups
-    do not follow writes, only the copies they run from may move. `adapters`: those of rows. `cut`: how the module
-    is cut over ranks. `states`: those of each layer that keeps some.
+    do not follow writes, only the copies they run from may move. `adapters`: those of rows. `cut`: how each layer
+    is cut over ranks. `states`: those of each layer that keeps some. `pipe`: this stage, of a module that is divided.
     """
 
     def __init__(
@@ -62,19 +64,22 @@ class CpuDecoder:
         adapters: CpuAdapterPool | None = None,
         cut: ModelCut | None = None,
         states: Sequence[LayerStates | None] = (),
+        pipe: Pipe | None = None,
     ) -> None:
         self._structure, self._pool = decoder_structure(module, geometry, takes_mixers=cut is None), pool
-        self._states = states or [None] * len(geometry)
+        self._pipe = pipe
+        self._states = [states[index] if states else None for index in self._structure.places]
         self._ranks = None if cut is None else decoder_ranks(cut, self._structure)
         self._shared_columns = [shared_columns(cut, layer.mlp) for layer in self._structure.layers]
         self._vocab_size = module.config.vocab_size
         rotary = self._structure.rotary
         self._rotary = None if rotary is None else RotaryTable(rotary, rotary_limit(module.config))
         embedding, head = self._structure.embedding, self._structure.head
-        require(type(embedding) in (nn.Embedding, PackedEmbedding), "its embedding is more than a table")
+        kinds = (nn.Embedding, PackedEmbedding, AbsentEmbedding)
+        require(type(embedding) in kinds, "its embedding is more than a table")
         require(head is None or type(head) is RowInvariantLinear, "lm_head was not replaced by RowInvariantLinear")
         is_table = type(embedding) is nn.Embedding and embedding.max_norm is None
-        self._has_plain_ends = cut is None and is_table and type(self._structure.norm) in _NORMS
+        self._has_plain_ends = cut is None and pipe is None and is_table and type(self._structure.norm) in _NORMS
         self._groups: list[LinearGroup] = []
         """Groups whose `packs` are compared at every step; one stands for all experts of a layer."""
         self._adapted: list[LinearGroup | None] = []
@@ -130,14 +135,41 @@ class CpuDecoder:
         if parts.head is not None and axes is None and (ends := self._ends(token_ids, positions)) is not None:
             states = decoder.run_between(ends, wanted, plan, adapters, routed, factors, chunks)
             return LogitRows(states[: len(rows)], self._head, self._vocab_size), states[len(rows) :]
-        hidden = parts.embedding(token_ids)
-        hidden = hidden if parts.embedding_factor == 1.0 else hidden * parts.embedding_factor
+        hidden = self._enter(token_ids)
         cos, sin = self._rotations(positions, axes, hidden)
         decoder.run(hidden, cos, sin, wanted, plan, adapters, routed, factors, chunks)
         states = parts.norm(hidden.index_select(0, state_rows)) if len(state_rows) else hidden[:0]
         if parts.head is None:
             return LogitRows.of(states[:0]), states
         return LogitRows(parts.norm(hidden.index_select(0, rows)), self._head, self._vocab_size), states
+
+    def forward_stage(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: attention.AttentionPlan,
+        adapter_rows: AdapterRows | None = None,
+        routed: Tensor | None = None,
+        chunks: StateChunks | None = None,
+    ) -> Tensor:
+        """Do as `forward` on a stage that is not the last; returns hidden states [T, H] of all rows, for the next."""
+        decoder, given = self._current(), self._structure.query_factors
+        hidden = self._enter(token_ids)
+        factors = None if given is None else given.rows(positions, hidden)
+        adapters = None if adapter_rows is None else (self._current_adapters(), adapter_rows)
+        cos, sin = self._rotations(positions, None, hidden)
+        every = torch.arange(len(token_ids))
+        decoder.run(hidden, cos, sin, every, plan, adapters, routed, factors, chunks)
+        return hidden
+
+    def _enter(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of tokens, or what the stage before has computed of them; it may be written to."""
+        parts, pipe = self._structure, self._pipe
+        if pipe is not None and not pipe.is_first:
+            like = tensor_of(parts.norm)
+            return pipe.enter((len(token_ids), like.numel()), like.dtype)
+        hidden: Tensor = parts.embedding(token_ids)
+        return hidden if parts.embedding_factor == 1.0 else hidden * parts.embedding_factor
 
     def _head(self, states: Tensor) -> Tensor:
         """Logits [n, V] of states [n, H] behind the norm."""

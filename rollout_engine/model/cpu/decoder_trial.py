@@ -36,16 +36,18 @@ def unsupported_reason(
     """Why the layers of `module`, made row-invariant before, must run as modules; None if they need not.
 
     Runs a few small steps each way, over a KV pool of its own. Weights must be loaded: zeros would prove nothing.
-    `cut`: how the module is cut over ranks, which all call this together.
+    `cut`: how the module is cut over ranks, which all call this together; of a stage its own layers are tried.
     """
     with one_thread():  # bits do not depend on the number of threads
         return _unsupported_reason(module, geometry, cut)
 
 
 def _unsupported_reason(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> str | None:
+    if cut is not None and cut.group is not None:
+        return "its experts are divided over engines"
     if not compiled.supports(next(module.parameters()).dtype):
         return "there is no compiled attention for it here"
-    if keeps_states(geometry) and cut is not None:
+    if keeps_states(geometry) and cut is not None and cut.is_tensor_parallel:
         return "some of its layers keep states"
     reason = _reason_of(lambda: _compiled_model(module, geometry, cut))
     if cut is not None and not cut.seat.all_agree(reason is None):  # ranks run together, or none does
@@ -85,7 +87,7 @@ def _model(module: PreTrainedModel, geometry: Sequence[LayerGeometry], **options
 def _compare(module: PreTrainedModel, geometry: Sequence[LayerGeometry], cut: ModelCut | None) -> None:
     """Raise `_Disagreement` if the compiled decoder gives other bits than modules."""
     ours = _compiled_model(module, geometry, cut)
-    theirs = _model(module, geometry)
+    theirs = _model(module, geometry, cut=cut)
     for batch in _with_slots(_batches(module, geometry), geometry):
         rows = (batch.columns.token_starts[1:] - 1).tolist()
         pairs = zip(_computed(ours, batch, rows), _computed(theirs, batch, rows), strict=True)

@@ -9,6 +9,7 @@ from rollout_engine.kernels.linear import NotInvariant
 from rollout_engine.kernels.paged_attention import prove_row_invariance
 from rollout_engine.model.cpu.row_invariance import make_row_invariant, unproven_parts
 from rollout_engine.model.modules.geometry import LayerGeometry
+from rollout_engine.model.modules.passed_layers import AbsentHead
 from rollout_engine.model.packing.int8_layers import round_layers
 from rollout_engine.model.packing.linear_groups import linear_groups
 from rollout_engine.model.packing.output_head import set_float32_head
@@ -38,7 +39,7 @@ def make_deterministic(
         make_row_invariant(module)
         if cut is not None:
             connect(module, cut)
-        set_float32_head(module, fp32_head)
+        set_float32_head(module, fp32_head and not isinstance(module.get_output_embeddings(), AbsentHead))
         if as_int8:
             round_layers(module)
         for group in linear_groups(module):

@@ -3,6 +3,8 @@
 Products are those of `kernels.linear`, whose rows do not depend on how many tokens an expert gets.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from rollout_engine.model.modules.experts import add_weighted
 from rollout_engine.model.modules.own_forwards import RowInvariantElements
 from rollout_engine.model.packing.linear_groups import LinearGroup
 from rollout_engine.model.packing.module_types import become, tensor_of
+from rollout_engine.model.ranks.divided_experts import DividedExperts
 from rollout_engine.model.ranks.share import Share
 from rollout_engine.model.ranks.wiring import OwnExperts
 
@@ -69,10 +72,15 @@ class RowInvariantExperts(nn.Module):
     """Gate and up of every expert, then down of every expert."""
     _own_experts: OwnExperts | None = None
     """The experts that this rank has, if the model is cut; the parameters hold these alone."""
+    _divided: DividedExperts | None = None
+    """The experts that this engine has, if a group of engines divides them; the parameters hold these alone."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], experts int64 [T, k] and their weights [T, k] -> [T, H]."""
         index, slots = top_k_index.sort(dim=-1)
+        if self._divided is not None:
+            by_token = self._outputs_of_group(self._divided, hidden_states, index)
+            return add_weighted(by_token, top_k_weights.gather(1, slots))
         by_expert = index.flatten().argsort(stable=True)
         outputs = self._outputs(hidden_states[by_expert // index.shape[1]], index)
         by_token = outputs[by_expert.argsort()].view(*index.shape, hidden_states.shape[1])
@@ -80,26 +88,42 @@ class RowInvariantExperts(nn.Module):
 
     def _outputs(self, rows: Tensor, index: Tensor) -> Tensor:
         """Unweighted outputs of `rows` [T * k, H], which are sorted by expert."""
-        # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
-        gate_up, down = (self._unbind_matrices(name) for name in self._form.matrices)
-        biases = [tensor_of(self, name).unbind() for name in EXPERT_BIASES] if self._form.has_bias else None
         own = self._own_experts
-        share = Share.all(len(down)) if own is None else own.share
+        share = Share.all(len(tensor_of(self, self._form.matrices[1]))) if own is None else own.share
         counts = torch.bincount(index.flatten(), minlength=share.whole).tolist()
         counts, num_passed = counts[: share.whole], sum(counts[share.whole :])
         rows, passed = rows.split([len(rows) - num_passed, num_passed])  # the last experts return their input
-        outputs: list[Tensor] = []
-        for expert, part in enumerate(rows.split(counts)[share.rows]):
-            if len(part):
-                (projected,) = self._groups[expert].product(part, [gate_up[expert]])
-                activated = self._activate(projected if biases is None else projected + biases[0][expert])
-                (output,) = self._groups[len(gate_up) + expert].product(activated, [down[expert]])
-                outputs.append(output if biases is None else output + biases[1][expert])
+        outputs = self._outputs_by_expert(rows.split(counts)[share.rows])
         if own is not None:
             outputs = [own.gather(outputs, rows, counts)]
         if num_passed or not outputs:
             outputs.append(passed)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _outputs_by_expert(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Unweighted outputs of the rows of each expert that has some, in their order."""
+        # Unbound, the backward stacks the gradients of all experts once; indexed, it fills a whole tensor for each.
+        gate_up, down = (self._unbind_matrices(name) for name in self._form.matrices)
+        biases = [tensor_of(self, name).unbind() for name in EXPERT_BIASES] if self._form.has_bias else None
+        outputs: list[Tensor] = []
+        for expert, part in enumerate(parts):
+            if len(part):
+                (projected,) = self._groups[expert].product(part, [gate_up[expert]])
+                activated = self._activate(projected if biases is None else projected + biases[0][expert])
+                (output,) = self._groups[len(gate_up) + expert].product(activated, [down[expert]])
+                outputs.append(output if biases is None else output + biases[1][expert])
+        return outputs
+
+    def own_outputs(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Unweighted outputs of `rows` [n, H], n > 0, sorted by expert; `counts`: the rows of each own expert."""
+        return torch.cat(self._outputs_by_expert(rows.split(list(counts))))
+
+    def _outputs_of_group(self, divided: DividedExperts, rows: Tensor, index: Tensor) -> Tensor:
+        """Unweighted outputs [T, k, H] for `rows` [T, H] of their experts [T, k], computed by all engines together."""
+        found = divided.outputs(rows, index).view(*index.shape, rows.shape[1])
+        if self._form.has_identities:  # the last experts return their input
+            found = rows[:, None].where(index[..., None] >= divided.share.whole, found)
+        return found
 
     def _unbind_matrices(self, name: str) -> tuple[Tensor, ...]:
         """The matrices [out, in] of all experts."""

@@ -27,8 +27,8 @@ class RoutingRecorder:
 
     def __init__(self, model: CpuModel) -> None:
         self._model = model
-        self.info = routing_info(model.routers)
-        """Sizes of the routers; None if nothing can be recorded."""
+        self.info = routing_info(model.routers) if model.stage is None else model.stage.routing
+        """Sizes of the routers of all layers; None if nothing can be recorded."""
         self._block_size = model.kv.block_size
         self._kept: Tensor | None = None
         """[num_blocks, block_size, L, k], next to the KV."""
@@ -55,6 +55,8 @@ class RoutingRecorder:
             return
         with self._model.recording() as found:
             yield
+        if self._model.passes_on:
+            return
         assert self.info is not None, "requests that ask were checked"
         self._rows = found[-1].numpy().astype(self.info.dtype)
         self.keep()
@@ -82,7 +84,10 @@ class RoutingRecorder:
         given = np.full((len(routed_experts), num_columns, *self.info.shape), -1, np.int64)
         for row, experts in enumerate(routed_experts):
             given[row, : len(experts)] = experts
-        with replaying(self._model.routers, torch.from_numpy(given).flatten(0, 1)):
+        experts, stage = torch.from_numpy(given).flatten(0, 1), self._model.stage
+        if stage is not None:
+            experts = experts[:, stage.first_router : stage.first_router + stage.num_own_routers]
+        with replaying(self._model.routers, experts):
             yield
 
     def _kept_rows(self, batch: FlatBatch, index: int, num_tokens: int) -> np.ndarray:

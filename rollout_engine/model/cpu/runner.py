@@ -152,6 +152,10 @@ class CpuRunner:
         self.model.kv.copy_blocks(work.block_copies)
         if not work.scheduled:
             return LogitRows.of(torch.empty(0)), {}
+        if self.model.passes_on:
+            with self.routing.step(work, batch):
+                self.model.pass_on(batch, self._adapter_rows(work.scheduled))
+            return LogitRows.of(torch.empty(0)), {}
         pooled_rows = self._pooler.rows(work.scheduled) if self._pooler else ()
         state_rows = [*pooled_rows, *self._states.rows(work, batch.columns.token_starts)]
         with self.routing.step(work, batch):

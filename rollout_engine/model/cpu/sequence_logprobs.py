@@ -18,6 +18,7 @@ from rollout_engine.base.token_scores import TOKENS_ALONE, AskedScores, TokenSco
 from rollout_engine.kernels.token_logprobs import row_stats
 from rollout_engine.model.modules.packed_rows import sharing_prefixes
 from rollout_engine.model.modules.shared_rows import SharedRows
+from rollout_engine.model.ranks.pipe import PassedOn
 from rollout_engine.model.sampling.logit_rows import LogitRows, row_pieces
 from rollout_engine.model.sampling.module_logits import module_logits
 from rollout_engine.model.sampling.scored_rows import ScoredRows, score_rows
@@ -48,7 +49,8 @@ def sequence_logprobs(
 ) -> Iterator[dict[int, TokenScores]]:
     """Yield, a batch at a time, the scores of every token after the prompt by the index of its sequence.
 
-    `shared`: beginnings that sequences share are computed once, which `shares_prefixes` must have allowed.
+    `shared`: beginnings that sequences share are computed once, which `shares_prefixes` must have allowed. A stage that
+    is not the last yields nothing of each batch.
     """
     budget = min(_LOGIT_BYTES // (4 * vocab_size), _TOKENS)
     batches = _shared_batches(sequences, num_prompt, budget) if shared else _padded_batches(sequences, budget)
@@ -59,7 +61,11 @@ def sequence_logprobs(
         lengths, first = torch.tensor([*map(len, rows)]), torch.tensor([num_prompt[i] for i in members])
         columns = torch.arange(ids.shape[1])
         batch = _Batch(module, ids, columns < lengths[:, None], columns >= first[:, None], vocab_size)
-        logits, places = forward(batch, partial(around, members, ids.shape[1]))
+        try:
+            logits, places = forward(batch, partial(around, members, ids.shape[1]))
+        except PassedOn:
+            yield {}
+            continue
         scored = _score(logits, places, batch.asked_ids, temperature, vocab_size, asked.of(members))
         sizes = (lengths - first).tolist()
         yield dict(zip(members, (part.on_host() for part in scored.divide(sizes)), strict=True))

@@ -17,6 +17,7 @@ from rollout_engine.model.admission.gate import admit, build_module, names_of_pa
 from rollout_engine.model.admission.tower_trial import tower_refusal
 from rollout_engine.model.loading.checkpoint import as_config_errors, read_entries
 from rollout_engine.model.loading.configuration import make_size_check, read_config, read_json
+from rollout_engine.model.loading.cut_model import cut_whole, divide_whole
 from rollout_engine.model.loading.picture_tower import join_parts, load_tower, table_of
 from rollout_engine.model.loading.sharded_state import ShardedState
 from rollout_engine.model.loading.weight_table import WeightTable
@@ -33,8 +34,7 @@ from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.pictures.tower import build_tower
-from rollout_engine.model.ranks.cut import ModelCut, cut_module
-from rollout_engine.model.ranks.part import part_of
+from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.model.ranks.seat import Seat
 from sync.checkpoint_names import CheckpointNames
 from sync.file_snapshot import SnapshotFile
@@ -53,15 +53,18 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 """Ends of names in composites."""
 
 
-def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, device: torch.device = _CPU, seat: Seat | None = None, group: ExpertGroup | None = None
+) -> LoadedModel:
     """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly.
 
-    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment.
+    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment. `group`: load
+    this engine's part of the experts that a group divides, and all else.
     """
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
     hf_config, config_file = read_config(directory)
-    state = _read_state(config, directory, config_file, seat)
+    state = _read_state(config, directory, config_file)
     entries = read_entries(directory) if config.load_format == "auto" else []
     dtype = _resolve_dtype(config.dtype if state is None else state.dtype, hf_config, entries, device)
     head_kind = head_kind_of(hf_config)
@@ -84,11 +87,14 @@ def load_model(config: EngineConfig, device: torch.device = _CPU, seat: Seat | N
     if is_dummy:
         initialize(module)
     if seat is not None:
-        cut = _cut_whole(module, tower, geometry, seat, table, device, keep_values=is_dummy)
+        cut = cut_whole(module, tower, geometry, seat, table, device, keep_values=is_dummy)
+    elif group is not None:
+        cut = divide_whole(module, tower, head_kind, geometry, group, table, keep_values=is_dummy)
+    if cut is not None:
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
         state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
-        state.load(directory, 0 if seat is None else seat.rank, _each_once(table, targets))
+        state.load(directory, 0 if seat is None else seat.team.rank, _each_once(table, targets))
     elif not is_dummy:
         table.load(entries, names, parts=cut and cut.parts)
     with as_config_errors():
@@ -142,7 +148,7 @@ def _check_indexed(device: torch.device, *, has_ranks: bool) -> None:
     if has_ranks:
         raise ConfigError(
             "tensor_parallel_size: a model that attends to positions chosen by an indexer is served by one process. "
-            "Leave tensor_parallel_size out."
+            "Leave tensor_parallel_size out, and pipeline_parallel_size."
         )
 
 
@@ -191,13 +197,11 @@ def find_geometry(name: str, dtype: torch.dtype) -> tuple[PretrainedConfig, list
     return module.config, _admit(module, hf_config, _CPU, has_ranks=False)
 
 
-def _read_state(
-    config: EngineConfig, directory: Path, config_file: SnapshotFile, seat: Seat | None
-) -> ShardedState | None:
+def _read_state(config: EngineConfig, directory: Path, config_file: SnapshotFile) -> ShardedState | None:
     """The state that a sharded directory describes; None for another kind of directory."""
     if config.load_format != "sharded":
         return None
-    state = ShardedState.read(directory, 1 if seat is None else seat.num_ranks)
+    state = ShardedState.read(directory, config.tensor_parallel_size, config.pipeline_parallel_size)
     with as_config_errors():
         state.check_description(directory, config_file.content())
     state.check_dtype(config.dtype)
@@ -207,35 +211,6 @@ def _read_state(
 def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of `targets` by the module's own names; tied ones by the first."""
     return {name: targets[name] for name in dict.fromkeys(table.owners.values()) if name in targets}
-
-
-def _cut_whole(
-    module: PreTrainedModel,
-    tower: PreTrainedModel | None,
-    geometry: list[LayerGeometry],
-    seat: Seat,
-    whole: WeightTable,
-    device: torch.device,
-    *,
-    keep_values: bool,
-) -> ModelCut:
-    """Cut `module`, which moves to `device`. Its parts have all the names that `whole` has.
-
-    `tower`: every rank has all of it.
-    """
-    cut = cut_module(module, geometry, seat, keep_values=keep_values)
-    if device != _CPU:  # only now: the whole may not fit there
-        place_on(module, device, keep_values=keep_values)
-    fuse_projections(module)
-    live = module.state_dict(keep_vars=True)
-    if tower is not None:
-        live |= {f"{PICTURES}.{name}": tensor for name, tensor in tower.state_dict(keep_vars=True).items()}
-    parts = {}
-    for name, view in whole.views.items():
-        owner = whole.owners[name]
-        held = live[owner].detach(), cut.shares.get(owner), cut.columns.get(owner)
-        parts[name] = part_of(name, view, whole.views[owner], *held)
-    return cut._replace(whole=whole.views, parts=parts)
 
 
 def _text_config(
@@ -276,9 +251,9 @@ def _check_head_place(head_kind: HeadKind | None, device: torch.device, seat: Se
             "A checkpoint with a head that classifies is served on a CPU only: use device='cpu', or load a causal LM."
         )
     if head_kind is not None and seat is not None:
+        option = "tensor_parallel_size" if seat.pipe is None else "pipeline_parallel_size"
         raise ConfigError(
-            "tensor_parallel_size: a checkpoint with a head that classifies is served by one process. Leave "
-            "tensor_parallel_size out."
+            f"{option}: a checkpoint with a head that classifies is served by one process. Leave {option} out."
         )
 
 

@@ -44,6 +44,8 @@ def load_tower(
         return LoadedTower(None, None)
     if config.max_prompt_pictures == 0:
         return _without_pictures(image_token_id, "The engine was started with max_prompt_pictures=0.")
+    if config.pipeline_parallel_size > 1:
+        return _without_pictures(image_token_id, "Stages do not take pictures: leave pipeline_parallel_size out.")
     if device.type != "cpu":
         return _without_pictures(image_token_id, "Pictures are encoded on a CPU alone: use device='cpu'.")
     trial = try_pictures(hf_config)

@@ -1,7 +1,7 @@
 """The weights of an engine in a directory, one file for each rank: written and read without a whole weight anywhere.
 
     config.json, tokenizer.json, ...     copies of the model's
-    rank-0-of-2.safetensors              the parts of rank 0, by the module's own names
+    rank-0-of-2.safetensors              the parts of rank 0, by the module's own names; several files if asked for
     rank-1-of-2.safetensors
     sharded.json                         `ShardedState`: the dtype, and digests of config.json and of every tensor
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from rollout_engine.base.errors import ConfigError, RequestError
 from rollout_engine.base.locations import DESCRIPTION_FILES
 from rollout_engine.model.loading.checkpoint import STATE_FILE, as_config_errors
+from rollout_engine.model.loading.shard_files import ShardFiles, check_file_names
 from rollout_engine.model.modules.loaded_model import ModelFiles
 from sync.base import Metadata
 from sync.checkpoint import CONFIG_FILE, read_tensor_file
@@ -33,8 +34,8 @@ from sync.manifest import TensorSpec, WeightManifest, counted, decode_json, dtyp
 from sync.tensor_file import write_tensor_file
 from sync.tensor_writer import HOST_WRITER
 
-_FORM = 1
-"""Version of the layout. A reader refuses later ones."""
+_FORM, _FORM_OF_PARTS = 1, 2
+"""Version of the layout, and that of states which list their files. A reader refuses later ones."""
 _NEW = "a directory that is not there yet, or is empty"
 _NOT_COPIED = ("*.index.json", STATE_FILE)
 _AGAIN = "Save the state again (save_sharded_state, or rollout-engine shard)."
@@ -53,11 +54,18 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
     has_columns: bool = False
     """Whether the ranks have columns of some weights, as they do if sums are split."""
     shards: list[WeightManifest]
-    """The tensors of each rank's file; the version is the policy's when it was saved."""
+    """The tensors of each rank; the version is the policy's when it was saved."""
+    num_stages: int = 1
+    """Stages that the layers were divided among."""
+    files: list[list[str]] = []
+    """The files of each rank, if they have other names than `ShardFiles` gives by default; else none."""
 
     @classmethod
-    def read(cls, directory: Path, num_ranks: int) -> "ShardedState":
-        """The state in a directory. Raises `ConfigError` if there is none, or one of another number of ranks."""
+    def read(cls, directory: Path, num_ranks: int, num_stages: int = 1) -> "ShardedState":
+        """The state in a directory. Raises `ConfigError` if there is none, or one of another number of ranks.
+
+        `num_ranks`: those of each stage.
+        """
         path = directory / STATE_FILE
         if not os.path.lexists(path):
             raise ConfigError(
@@ -67,16 +75,24 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
             )
         with as_config_errors():
             state = decode_json(SnapshotFile(path).content(), cls, f"{path} is damaged", f" {_AGAIN}")
-            if state.form != _FORM:
+            if state.form != (_FORM_OF_PARTS if state.files else _FORM):
                 raise ConfigError(
-                    f"{path} has form {state.form} of sharded states; this release reads form {_FORM}. {_AGAIN}"
+                    f"{path} has form {state.form} of sharded states; this release reads forms {_FORM} and "
+                    f"{_FORM_OF_PARTS}. {_AGAIN}"
                 )
+            if state.files and (problem := check_file_names(state.files, len(state.shards))):
+                raise ConfigError(f"{path} is damaged: {problem}. {_AGAIN}")
             for shard in state.shards:
                 shard.check()
-        if len(state.shards) != num_ranks:
+        if state.num_stages != num_stages:
+            raise ConfigError(
+                f"pipeline_parallel_size={num_stages} is not allowed: {directory} was saved with "
+                f"pipeline_parallel_size={state.num_stages}. Give that, or load the checkpoint that it was made from."
+            )
+        if len(state.shards) != num_ranks * num_stages:
             raise ConfigError(
                 f"tensor_parallel_size={num_ranks} is not allowed: {directory} was saved with tensor_parallel_size="
-                f"{len(state.shards)}. Give that, or load the checkpoint that it was made from."
+                f"{len(state.shards) // num_stages}. Give that, or load the checkpoint that it was made from."
             )
         return state
 
@@ -108,57 +124,74 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def load(self, directory: Path, rank: int, targets: Mapping[str, Tensor]) -> None:
-        """Fill `targets`, every weight of a rank once, from its file.
+        """Fill `targets`, every weight of a rank once, from its files.
 
-        Raises `ConfigError`, naming the file, and the tensor if one is at fault, unless it holds exactly these
+        Raises `ConfigError`, naming the file, and the tensor if one is at fault, unless they hold exactly these
         weights, each with its digest.
         """
-        path = directory / shard_name(rank, len(self.shards))
-        if not os.path.lexists(path):
-            raise ConfigError(
-                f"{path} is missing: the state has a file for each of its {len(self.shards)} ranks. Copy the whole "
-                "directory, or save the state again."
-            )
+        num_ranks = len(self.shards)
+        names = self.files[rank] if self.files else [ShardFiles().name(rank, 0, num_ranks)]
+        paths = [directory / name for name in names]
+        for path in paths:
+            if not os.path.lexists(path):
+                raise ConfigError(
+                    f"{path} is missing: the state has files for each of its {num_ranks} ranks. Copy the whole "
+                    "directory, or save the state again."
+                )
         shard = {spec.name: spec for spec in self.shards[rank].tensors}
-        _check_forms(path, {n: (dtype_name(t.dtype), tuple(t.shape)) for n, t in targets.items()}, _forms_of(shard))
+        wanted = {n: (dtype_name(t.dtype), tuple(t.shape)) for n, t in targets.items()}
+        _check_forms(paths[0], wanted, _forms_of(shard))
         with as_config_errors():
-            stored = {entry.name: entry for entry in read_tensor_file(path)}
-            found = {name: (dtype_name(entry.dtype), entry.shape) for name, entry in stored.items()}
-            if found != _forms_of(shard):
-                raise ConfigError(f"{path} does not have the tensors that {STATE_FILE} lists. {_AGAIN}")
-            for name, entry in stored.items():
-                if HOST_WRITER.read(targets[name], entry.fetch).digest != shard[name].digest:
+            entries = [entry for path in paths for entry in read_tensor_file(path)]
+            found = {entry.name: (dtype_name(entry.dtype), entry.shape) for entry in entries}
+            if found != _forms_of(shard) or len(found) != len(entries):
+                which = " or ".join(map(str, paths[:3]))
+                raise ConfigError(f"{which} does not have the tensors that {STATE_FILE} lists. {_AGAIN}")
+            for entry in entries:
+                if HOST_WRITER.read(targets[entry.name], entry.fetch).digest != shard[entry.name].digest:
                     raise ConfigError(
-                        f"{path}: '{name}' does not have the digest that {STATE_FILE} lists: the file was changed or "
-                        f"damaged, or is another save's. {_AGAIN}"
+                        f"{entry.path}: '{entry.name}' does not have the digest that {STATE_FILE} lists: the file was "
+                        f"changed or damaged, or is another save's. {_AGAIN}"
                     )
-            for entry in stored.values():
+            for entry in entries:
                 entry.check()
 
 
-def shard_name(rank: int, num_ranks: int) -> str:
-    """The file of one rank."""
-    return f"rank-{rank}-of-{num_ranks}.safetensors"
-
-
 def write_shard(
-    directory: Path, rank: int, num_ranks: int, forms: Metadata, live: Mapping[str, Tensor]
+    directory: Path,
+    rank: int,
+    num_ranks: int,
+    forms: Metadata,
+    live: Mapping[str, Tensor],
+    files: ShardFiles = ShardFiles(),  # noqa: B008 (it is frozen)
 ) -> list[TensorSpec]:
-    """Write the file of one rank; returns the specs of its tensors.
+    """Write the files of one rank; returns the specs of its tensors.
 
     Args:
         forms: (dtype, shape) of all names of `live`, and perhaps others.
         live: the rank's weights, each once; one at a time is asked for.
+        files: how they are divided over files.
 
-    Raises `RequestError` if the file cannot be written.
+    Raises `RequestError` if a file cannot be written.
     """
-    path = directory / shard_name(rank, num_ranks)
-    with _refusing(path):
-        return write_tensor_file(path, {name: forms[name] for name in live}, live.__getitem__)
+    specs: list[TensorSpec] = []
+    for part, own in enumerate(files.divide({name: forms[name] for name in live})):
+        path = directory / files.name(rank, part, num_ranks)
+        with _refusing(path):
+            specs += write_tensor_file(path, own, live.__getitem__)
+    return specs
 
 
 def save_state(
-    path: Path, files: ModelFiles, dtype: str, version: int, write_shards: WriteShards, *, has_columns: bool = False
+    path: Path,
+    files: ModelFiles,
+    dtype: str,
+    version: int,
+    write_shards: WriteShards,
+    *,
+    has_columns: bool = False,
+    shard_files: ShardFiles = ShardFiles(),  # noqa: B008 (it is frozen)
+    num_stages: int = 1,
 ) -> None:
     """Write a sharded state to `path`, which may be an empty directory but not another one.
 
@@ -173,12 +206,15 @@ def save_state(
         try:
             _copy_files(files, unfinished)
             shards = [WeightManifest.of(version, specs) for specs in write_shards(unfinished)]
+            is_plain = shard_files.are_plain
             state = ShardedState(
-                form=_FORM,
+                form=_FORM if is_plain else _FORM_OF_PARTS,
                 dtype=dtype,
                 config_digest=files.config_digest,
                 has_columns=has_columns,
                 shards=shards,
+                files=[] if is_plain else shard_files.found_in(unfinished, len(shards)),
+                num_stages=num_stages,
             )
             _write(unfinished / STATE_FILE, msgspec.json.encode(state))
             _sync_directory(unfinished)

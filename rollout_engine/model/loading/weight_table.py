@@ -93,7 +93,7 @@ class WeightTable(NamedTuple):
                 part = Part(view, Region(0, view.numel())) if parts is None else parts[name]
                 if before == name:
                     _fill(part, entry)
-                elif not torch.equal(part.view.cpu(), _part_of(part, entry)):
+                elif part.view.numel() and not torch.equal(part.view.cpu(), _part_of(part, entry)):
                     raise ConfigError(
                         f"{entry.path}: '{entry.name}' and '{before}' differ, but the configuration ties them. If they "
                         "are meant to differ, set tie_word_embeddings to false in config.json."
@@ -184,6 +184,8 @@ def _convertible(entry: CheckpointTensor, view: Tensor) -> bool:
 def _fill(part: Part, entry: CheckpointTensor) -> None:
     """Read a part of a tensor of a checkpoint, without a copy if both have the same layout."""
     view, region = part
+    if not view.numel():
+        return
     is_plain = view.device.type == "cpu" and view.is_contiguous() and view.dtype == entry.dtype
     if isinstance(entry, StoredTensor) and is_plain and region.columns is None:
         entry.fetch(tensor_bytes(view), region.first * entry.dtype.itemsize)

@@ -29,6 +29,7 @@ from rollout_engine.model.modules.forward_trial import (
     waves,
 )
 from rollout_engine.model.modules.part_names import names_by_role
+from rollout_engine.model.modules.passed_layers import PassedLayer
 
 
 class BlockPattern(NamedTuple):
@@ -183,6 +184,8 @@ def _run_base(forward: Forward, factor: float, *, are_tuples: bool = False) -> N
 
 def _attends(layer: nn.Module) -> bool:
     """Whether a layer has attention, or parts of other names."""
+    if isinstance(layer, PassedLayer):
+        return layer.attends
     names = names_by_role(dict(layer.named_children()))
     return names is None or "mixer" not in names
 

@@ -19,6 +19,7 @@ from rollout_engine.model.modules.layer_patterns import QueryFactors
 from rollout_engine.model.modules.mamba_patterns import MambaPattern, mamba_pattern
 from rollout_engine.model.modules.mixer_patterns import DeltaPattern, delta_pattern
 from rollout_engine.model.modules.part_names import names_by_role
+from rollout_engine.model.modules.passed_layers import AbsentHead, PassedLayer
 from rollout_engine.model.modules.positions import far_starts
 from rollout_engine.model.modules.short_convolution_patterns import ConvolutionPattern, convolution_pattern
 from rollout_engine.model.modules.structure_checks import (
@@ -97,6 +98,8 @@ class DecoderStructure(NamedTuple):
     """Divides the outputs of the head."""
     has_precise_logits: bool = False
     """Whether these become float32 at last."""
+    places: Sequence[int] = ()
+    """Numbers of `layers` in the module, which may have layers of other stages too."""
 
 
 def decoder_structure(
@@ -111,7 +114,7 @@ def decoder_structure(
     require(children.keys() - {"rotary"} == _BASE, f"{kind_of(base)} has other parts")
     layers, rotary = list(children["layers"].children()), children.get("rotary")
     require(len(layers) == len(geometry), f"{len(geometry)} of its {len(layers)} layers have attention")
-    head = module.get_output_embeddings()
+    head = None if isinstance(found := module.get_output_embeddings(), AbsentHead) else found
     embedding_factor = _require_match(block_patterns.base_pattern(base)).number
     of_head = block_patterns.BlockPattern(None) if head is None else _require_match(block_patterns.head_pattern(module))
     positions = _tried_positions(module)
@@ -120,7 +123,8 @@ def decoder_structure(
     rotary_size = 0 if rotary is None else _rotary_size(rotary, tensor_of(children["norm"]))
     form = _Form(positions, rotary_size, takes_mixers)
     require(takes_mixers or {rotary_size} == dims, "its rotations are of some channels")
-    parts = [_layer(layer, one, form) for layer, one in zip(layers, geometry, strict=True)]
+    places = [index for index, layer in enumerate(layers) if not isinstance(layer, PassedLayer)]
+    parts = [_layer(layers[index], geometry[index], form) for index in places]
     numbers = {embedding_factor, of_head.number, *(part.factor for part in parts)}
     is_plain = numbers == {1.0} and not of_head.is_precise
     require(takes_mixers or is_plain, "it multiplies embeddings, residuals or logits by numbers, or widens these")
@@ -135,6 +139,7 @@ def decoder_structure(
         embedding_factor=embedding_factor,
         logit_divisor=of_head.number,
         has_precise_logits=of_head.is_precise,
+        places=places,
     )
 
 

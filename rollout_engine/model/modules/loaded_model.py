@@ -55,5 +55,11 @@ class LoadedModel(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that the model is cut over."""
+        """Number of processes that each layer is cut over."""
         return 1 if self.cut is None else int(self.cut.seat.num_ranks)
+
+    @property
+    def of_all_stages(self) -> "LoadedModel":
+        """The same with the geometry of all layers, those of other stages too."""
+        stage = None if self.cut is None else self.cut.stage
+        return self if stage is None else self._replace(geometry=stage.geometry)

@@ -32,6 +32,7 @@ from rollout_engine.model.modules.geometry import LayerGeometry
 from rollout_engine.model.modules.latent_attention import LatentAttention
 from rollout_engine.model.modules.mixers import Mixer
 from rollout_engine.model.modules.module_patterns import is_gated_mlp
+from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.model.ranks.part import Part
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share, share_of
@@ -73,6 +74,20 @@ class ModelCut(NamedTuple):
     """Every accepted name as a view of the weights as they were before, without values."""
     parts: dict[str, Part]
     """The parts that the rank holds, by name."""
+    stage: Any = None
+    """The rank's stage, a `ranks.stages.Stage`, if layers are divided among several."""
+    group: ExpertGroup | None = None
+    """The group whose engines divide the experts, and nothing else; None if ranks of one engine divide the model."""
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether several ranks compute each layer."""
+        return self.seat.num_ranks > 1
+
+    @classmethod
+    def none(cls, geometry: list[LayerGeometry], seat: Seat) -> "ModelCut":
+        """That of a rank which computes its layers alone."""
+        return cls(seat, [], [], [], None, {}, {}, geometry, {}, {})
 
 
 def cut_module(
@@ -104,7 +119,7 @@ def cut_module(
     if isinstance(embedding, nn.Embedding):
         share = _share(embedding.num_embeddings, seat, "its vocabulary")
         cut = cut._replace(embedding=(embedding, share))
-    _replace_parameters(module, cut, keep_values=keep_values)
+    replace_parameters(module, cut, keep_values=keep_values)
     return cut
 
 
@@ -249,7 +264,8 @@ def _with_rest(share: Share, num_rows: int) -> Share:
     return Share(share.first, stop, num_rows)
 
 
-def _replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: bool) -> None:
+def replace_parameters(module: PreTrainedModel, cut: ModelCut, *, keep_values: bool) -> None:
+    """Replace the parameters of `module` that `cut` divides by its parts, and note their rows and columns there."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
     replaced: dict[int, nn.Parameter] = {}
     for child, attribute, share in _row_parameters(cut):

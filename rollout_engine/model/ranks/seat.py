@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.base.token_scores import TokenScores
-from rollout_engine.model.ranks.exchange import Exchange
+from rollout_engine.model.ranks.exchange import Exchange, Meeting
+from rollout_engine.model.ranks.pipe import Pipe
 
 ELSEWHERE = "so they do on another rank"
 """Why layers run as modules on a rank that has no reason of its own."""
@@ -20,7 +21,10 @@ class Followers(Protocol):
     """The ranks from 1 on, as rank 0 sees them. Each call returns at once; they meet rank 0 in their exchanges."""
 
     def step(self, work: SchedulerOutput, token_ids: np.ndarray) -> None:
-        """Run a step up to its logits; `token_ids`: those of its flat batch, int64 [T], as rank 0's runner has them."""
+        """Run a step up to its logits; `token_ids`: those of its flat batch, int64 [T], as rank 0's runner has them.
+
+        Ranks of earlier stages have been sent it before (`execution.step_feed`).
+        """
 
     def take_logits(self, rows: list[int]) -> None:
         """Compute these rows of the last step's logits."""
@@ -42,11 +46,23 @@ class Seat:
     `splits_sums`: products may be cut by their inputs, so that bits depend on the number of ranks.
     While an engine loads, all ranks run the same code and meet in it. Then rank 0 serves: it sends each step and each
     piece of a score to the others before it computes them, and they run the same code as well.
+
+    With several stages `exchange`, `rank` and `num_ranks` are of the ranks of one stage, `team` the meeting of all
+    ranks, and `pipe` this stage's place among the others.
     """
 
-    def __init__(self, exchange: Exchange, followers: Followers | None = None, *, splits_sums: bool = False) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        followers: Followers | None = None,
+        *,
+        splits_sums: bool = False,
+        team: Meeting | None = None,
+        pipe: Pipe | None = None,
+    ) -> None:
         self.exchange, self.followers, self.splits_sums = exchange, followers, splits_sums
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
+        self.team, self.pipe = team or exchange, pipe
         self._serves = self._is_together = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Seat":
@@ -58,8 +74,16 @@ class Seat:
         return all(self.exchange.agree(condition))
 
     def serve(self) -> None:
-        """From now on send the followers each step and score."""
+        """From now on send the followers each step and score, and take part in the pipe, if there is one."""
         self._serves = True
+        if self.pipe is not None:
+            self.pipe.serve()
+
+    def break_(self) -> None:
+        """Let no rank wait for another any more, now and later."""
+        self.team.break_()
+        if self.pipe is not None:
+            self.pipe.break_()
 
     @contextmanager
     def lead(self, announce: Callable[[Followers], object]) -> Iterator[None]:
@@ -73,7 +97,7 @@ class Seat:
             announce(self.followers)
             yield
         except BaseException:
-            self.exchange.break_()
+            self.break_()
             raise
         finally:
             self._is_together = False
@@ -128,6 +152,7 @@ def score_together(
         seat.followers.end_score(number)
 
 
-def described_ranks(num_ranks: int) -> str:
-    """The number of ranks, for the start-up line; "": one."""
-    return f", {num_ranks} ranks" if num_ranks > 1 else ""
+def described_ranks(num_ranks: int, num_stages: int = 1) -> str:
+    """The number of ranks, for the start-up line; "": one. `num_stages`: each has `num_ranks`."""
+    stages = f", {num_stages} stages" if num_stages > 1 else ""
+    return f"{stages}, {num_ranks} ranks{' each' if stages else ''}" if num_ranks > 1 else stages

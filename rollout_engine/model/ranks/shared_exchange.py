@@ -32,15 +32,16 @@ class SharedExchange(Exchange):
     """One rank's end.
 
     Args:
-        descriptor: of a file of `TOTAL_BYTES` zeros that all ranks have open, in memory; it may be closed afterwards.
+        descriptor: of a file of zeros that all ranks have open, in memory; it may be closed afterwards.
+        start: where in it the `TOTAL_BYTES` of this exchange begin; a multiple of a page.
     """
 
     window_is_shared = True
 
-    def __init__(self, descriptor: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, descriptor: int, rank: int, num_ranks: int, start: int = 0) -> None:
         assert num_ranks <= _MAX_RANKS, "each rank has a number of its own"
         super().__init__(rank, num_ranks)
-        memory = torch.frombuffer(mmap.mmap(descriptor, TOTAL_BYTES), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(descriptor, TOTAL_BYTES, offset=start), dtype=torch.uint8)
         sizes = [_PAGE, _PAGE, WINDOW_BYTES, _DECODER_BYTES, _PLACE_BYTES, _PLACE_BYTES]
         turns, numbers, self.window, self.decoder_memory, *self._places = memory.split(sizes)
         self.turns = Turns(turns, num_ranks)

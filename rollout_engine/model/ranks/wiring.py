@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.modules.mixer_functions import OwnHeads, give_own_heads
 from rollout_engine.model.ranks.cut import LinearCut, ModelCut
+from rollout_engine.model.ranks.divided_experts import DividedExperts
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.model.ranks.share import Share
 
@@ -26,6 +27,9 @@ def connect(module: Any, cut: ModelCut, *, replaced_experts: bool = True) -> Non
         _connect_mixer(mixer, heads, cut)
     child: Any
     for child, share in cut.experts:
+        if cut.group is not None:
+            child._divided = DividedExperts(cut.group, child, share)
+            continue
         child._own_experts = own = OwnExperts(cut.seat, share)
         if not replaced_experts:
             if hasattr(child, "gate_up_proj_bias"):  # transformers' own loop over these refuses experts of other ranks

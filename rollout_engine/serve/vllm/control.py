@@ -3,14 +3,11 @@
 from typing import Any
 
 from rollout_engine.base.errors import RequestError
-from rollout_engine.core.lifecycle import TAGS, PauseMode
+from rollout_engine.core.lifecycle import SCHEDULING, TAGS, PauseMode
 from rollout_engine.serve.options import Seconds
 from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Asked, Reply
 from rollout_engine.serve.served import Served
-
-_SCHEDULING = "scheduling"
-"""Woken by name in vLLM; here requests are scheduled once all memory is back."""
 
 
 async def pause(
@@ -53,9 +50,9 @@ async def sleep(
     drain_timeout: Seconds | None = None,
     tags: list[str] | str | None = None,
 ) -> Reply:
-    """Give memory back: the KV pool (level 1), and the weights as well (level 2)."""
-    if level not in (1, 2):
-        raise RequestError.for_field("level", level, "1 (the KV pool) or 2 (the weights as well)")
+    """Give memory back: the KV pool (level 1), and the weights as well (level 2); level 0 stops scheduling alone."""
+    if level not in (0, 1, 2):
+        raise RequestError.for_field("level", level, "0 (nothing), 1 (the KV pool) or 2 (the weights as well)")
     if tags:
         hint = "POST /release_memory_occupation takes tags."
         raise RequestError.for_field("tags", tags, "left out: the level says which memory is given back", hint)
@@ -65,11 +62,12 @@ async def sleep(
 
 
 async def wake_up(served: Served, asked: Asked, *, tags: list[str] | str | None = None) -> Reply:
-    """Take memory back: "weights", "kv_cache", or all."""
+    """Take memory back: "weights", "kv_cache", or all. "scheduling" ends a sleep at level 0."""
     given = [tags] if isinstance(tags, str) else tags
-    if given and not set(given) <= {*TAGS, _SCHEDULING}:
-        raise RequestError.for_field("tags", tags, f"of {' and '.join(map(repr, TAGS))}, or left out for all")
-    await served.engine.wake_up([tag for tag in given if tag != _SCHEDULING] if given else None)
+    if given and not set(given) <= {*TAGS, SCHEDULING}:
+        known = ", ".join(map(repr, (*TAGS, SCHEDULING)))
+        raise RequestError.for_field("tags", tags, f"of {known}, or left out for all")
+    await served.engine.wake_up(given or None)
     is_asleep = await served.engine.is_sleeping()
     if not is_asleep and not await served.engine.is_paused():
         served.is_paused = False

@@ -54,7 +54,7 @@ def test_options_of_the_call_replace_those_of_the_file(written):
         ('model = "m"\nmax_num_seqs = "many"\n', 2, "max_num_seqs='many' is not allowed: must be an int"),
         ('model = "m"\nblock_size = 3\n', 2, "block_size=3 is not allowed: must be a divisor of 64"),
         ('model = "m"\nkv_cache_bytes = 1\nnum_kv_blocks = 1\n', 2, "kv_cache_bytes and num_kv_blocks both set"),
-        ('model = "m"\npipeline_parallel_size = 2\n', 2, "'pipeline_parallel_size' is an option of vLLM's"),
+        ('model = "m"\nenable_expert_parallel = true\n', 2, "'enable_expert_parallel' is an option of vLLM's"),
         ('model = "m"\n[speculatoin]\nx = 1\n', 2, "Unknown EngineConfig option 'speculatoin'"),
         (WHOLE.replace("max_draft_tokens", "max_draft_token"), 10, "speculation: Unknown SpeculationConfig option"),
         (WHOLE.replace("= 4", "= 0"), 10, "speculation: max_draft_tokens=0 is not allowed"),

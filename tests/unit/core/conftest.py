@@ -318,7 +318,7 @@ class Rig:
     @property
     def leaves_outputs(self) -> bool:
         """Whether outputs of earlier steps may be left for later calls."""
-        return self.config.async_scheduling or self.config.speculation is not None
+        return self.config.num_ahead > 0 or self.config.speculation is not None
 
     def _take_ends(self, outputs: EngineCoreOutputs) -> list[Said]:
         self.core.check_integrity()
@@ -368,9 +368,8 @@ class Rig:
         key = (said.request_id, said.index)
         assert key not in self.ends, f"{key} ended twice"
         pools = self.requests[said.request_id].pooling is not None
-        may_bring_none = (
-            pools or said.finish_reason in ("abort", "error") or (said.finish_reason and self.config.speculation)
-        )
+        leaves_several = self.config.speculation or self.config.num_ahead > 1
+        may_bring_none = pools or said.finish_reason in ("abort", "error") or (said.finish_reason and leaves_several)
         assert len(said.new_token_ids) == 1 or ((pools or may_bring_none) and not said.new_token_ids)
         if said.new_token_ids:
             had = len(self.requests[said.request_id].prompt_token_ids) + len(self.tokens[key])

@@ -248,7 +248,7 @@ def test_frozen_requests_cannot_be_waited_for(state, verb):
     ("verb", "arguments", "message"),
     [
         ("pause", ("stop",), "pause_generation: mode='stop' is not allowed: must be 'abort', 'wait' or 'keep'"),
-        ("sleep", (3, "abort"), "sleep: level=3 is not allowed: must be 1 or 2"),
+        ("sleep", (3, "abort"), "sleep: level=3 is not allowed: must be 0, 1 or 2"),
         ("sleep", (1, "drop"), "sleep: mode='drop' is not allowed"),
     ],
 )

@@ -42,7 +42,7 @@ class FakeRank(Rank):
 class Launcher:
     """Rank 1 is a thread of this process, which answers calls by their slot."""
 
-    is_remote = False
+    is_remote, place = False, None
 
     def start(self, settings):
         pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(4)]

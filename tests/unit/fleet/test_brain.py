@@ -2,8 +2,10 @@
 
 import msgspec
 import numpy as np
+import pytest
 
 from rollout_engine import PoolingParams, SamplingParams
+from rollout_engine.base.errors import RetryableError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, Pooled, SequenceEnd
 from rollout_engine.fleet.plan.actions import Abort, CatchUp, Fail, Send, Start, Stop
 from rollout_engine.fleet.plan.balancer import Balancer
@@ -141,3 +143,47 @@ def test_the_rest_of_a_request_is_tried_elsewhere_with_its_other_samples():
         (False, [6]),
     ]
     assert brain.note_refusal(0, holder, others_may=True) == (None, []), "it continues elsewhere"
+
+
+def test_a_group_is_replaced_once_all_of_the_new_one_serve():
+    brain, planned = serving(2), []
+    assert brain.add_request(request_of(1)) == [Send(0, request_of(1))]
+    assert brain.replace_all(2, planned.append, 5.0) == [Start(2, 5.0), Start(3, 5.0)] and planned == [(2, 3)]
+    assert brain.note_start(2, 0, 6.0) == [] and brain.settle_replacement(6.0) == []
+    assert brain.serving == [0, 1], "requests do not wait at half a group"
+    assert brain.add_request(request_of(2)) == [Send(1, request_of(2))]
+    brain.check_integrity()
+    assert brain.note_start(3, 0, 7.0) == []
+    actions = brain.settle_replacement(7.0)
+    assert [each for each in actions if isinstance(each, Stop)] == [Stop(index, answers_first=True) for index in (0, 1)]
+    assert {each.replica for each in actions if isinstance(each, Send)} <= {2, 3}
+    assert [each.request.first_sequence_id for each in actions if isinstance(each, Send)] == [1, 2]
+    assert brain.serving == brain.wanted == [2, 3]
+    brain.check_integrity()
+    assert brain.settle_replacement(8.0) == []
+
+
+def test_a_group_stays_if_the_new_one_does_not_start():
+    brain = serving(2)
+    brain.replace_all(1, lambda indexes: None, 0.0)
+    with pytest.raises(RetryableError, match="scale: the last change"):
+        brain.replace_all(3, lambda indexes: None, 0.0)
+    for _ in range(MAX_FAILURES):
+        assert brain.serving == [0, 1]
+        brain.note_loss(2, "no memory", 0.0)
+    assert brain.settle_replacement(0.0) == [] and brain.serving == brain.wanted == [0, 1]
+    brain.check_integrity()
+    assert brain.replace_all(3, lambda indexes: None, 0.0)[0] == Start(3, 0.0)
+
+
+def test_a_version_that_a_new_group_has_not_got_yet_is_waited_for():
+    brain = serving(1)
+    brain.note_commit([0], 1, 0.0)
+    brain.replace_all(2, lambda indexes: None, 0.0)
+    for index in (1, 2):
+        assert brain.note_start(index, -1, 0.0) == [CatchUp(index, 0.0)] and brain.settle_replacement(0.0) == []
+    brain.has_weights(1, 1, 0.0)
+    assert brain.settle_replacement(0.0) == [] and brain.serving == [0]
+    brain.has_weights(2, 1, 0.0)
+    assert Stop(0, answers_first=True) in brain.settle_replacement(0.0) and brain.serving == [1, 2]
+    brain.check_integrity()

@@ -132,7 +132,7 @@ def test_asleep_requests_wait_until_all_memory_is_back(client):
     "path, body, field",
     [
         ("/sleep", {"level": 3}, "level"),
-        ("/sleep?level=0", None, "level"),
+        ("/sleep?level=3", None, "level"),
         ("/sleep", {"mode": "now"}, "mode"),
         ("/sleep", {"drain_timeout": -1}, "drain_timeout"),
         ("/sleep", {"tags": ["weights"]}, "tags"),
@@ -143,6 +143,15 @@ def test_asleep_requests_wait_until_all_memory_is_back(client):
 def test_a_sleep_that_cannot_be_names_its_field(client, path, body, field):
     assert client.problem(path, body)["param"] == field
     assert client.send("GET", "/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_level_0_stops_scheduling_alone_until_it_is_woken(client):
+    client.post("/sleep", {"level": 0})
+    assert client.send("GET", "/is_sleeping").json() == {"is_sleeping": True}
+    calls = [("POST", "/wake_up?tags=scheduling")]
+    assert while_waiting(client, "/v1/completions", BODIES["/v1/completions"], *calls).status_code == 200
+    client.post("/sleep", {"level": 0, "mode": "keep"})
+    assert client.post("/wake_up")["status"] == "awake"
 
 
 @pytest.mark.parametrize("tags", [[], ["weights", "kv_cache", "scheduling"]])
