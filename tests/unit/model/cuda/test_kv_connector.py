@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rollout_engine import SamplingParams
-from rollout_engine.base.messages import KVLoad, KVSave
+from rollout_engine.base.messages import KVLoad, KVSave, SchedulerOutput
 from rollout_engine.model.sequences.kv_transfer import KVTransfer
 from tests.unit.model.cuda.test_engine import BOUND
 from tests.unit.model.cuda.test_kv_pool import held, pool, refill  # noqa: F401
@@ -35,7 +35,7 @@ def test_blocks_are_read_before_they_are_written_and_come_back(pool):  # noqa: F
 @pytest.mark.parametrize(
     ("architecture", "deterministic"),
     [
-        ("qwen3", False),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_5_text", "deepseek_v3")),
     ],
 )
@@ -51,6 +51,23 @@ def test_an_engine_on_a_device_finds_the_kv_that_it_saved(engine_on, architectur
     for one, other in zip(before.outputs, after.outputs, strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0 if deterministic else BOUND, rtol=0)
+
+
+def test_a_step_saves_before_it_loads_and_hands_over_with_its_result(engine_on):
+    executor = engine_on("device", kv_connector="host").llm_engine.frontend.client.driver.executor
+    pool, link = executor.worker.runner.model.kv, executor.kv_link  # noqa: F811
+    for tensor in pool.tensors():
+        tensor[1], tensor[2] = 1, 2
+    work = SchedulerOutput(0, 0, [], [], [], [], [])
+    work.kv_saves = [KVSave(1, b"one"), KVSave(2, b"two")]
+    work.kv_loads = [KVLoad(2, memoryview(bytes(link.layout.block_bytes)))]
+    result = executor.submit(work)
+    assert result().token_ids == []
+    one, two = link.load(b"one"), link.load(b"two")
+    assert one.nbytes == link.layout.block_bytes and bytes(one) != bytes(two) != bytes(one.nbytes)
+    assert all(not tensor[2].any() for tensor in pool.tensors())
+    executor.save_kv([KVSave(2, b"now")])
+    assert bytes(link.load(b"now")) == bytes(one.nbytes)
 
 
 def test_states_and_blocks_move_apart(pool):  # noqa: F811
