@@ -153,8 +153,11 @@ def test_routed_experts_are_those_of_all_stages(tmp_path, case):
             outputs = llm.generate(prompts(), params, use_tqdm=False)
             experts = [sample.routed_experts for output in outputs for sample in output.outputs]
             assert all(each.shape[1] == 3 for each in experts)
+            pairs = prompts(), [list(output.outputs[0].token_ids) for output in outputs]
+            others = [(each.routed_experts + 1) % 5 for output in outputs for each in output.outputs[:1]]
+            scores = [*llm.score(*pairs), *llm.score(*pairs, routed_experts=others)]
             assert_clean(llm.llm_engine)
-        found.append([each.tobytes() for each in experts])
+        found.append([each.tobytes() for each in (*experts, *scores)])
     assert found[0] == found[1]
 
 

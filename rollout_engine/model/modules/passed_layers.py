@@ -29,10 +29,10 @@ class PassedLayer(nn.Module):
         self._num_others = num_outputs - 1
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor | None, ...]:
-        passed = self._passed(hidden_states)
+        passed = self._pass_on(hidden_states)
         return passed if self._num_others < 0 else (passed, *[None] * self._num_others)
 
-    def _passed(self, hidden_states: Tensor) -> Tensor:
+    def _pass_on(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
@@ -51,7 +51,7 @@ class EntranceLayer(PassedLayer):
         super().__init__(layer, attends=attends, num_outputs=num_outputs)
         self._enter = enter
 
-    def _passed(self, hidden_states: Tensor) -> Tensor:
+    def _pass_on(self, hidden_states: Tensor) -> Tensor:
         return self._enter(hidden_states.shape, hidden_states.dtype)
 
 

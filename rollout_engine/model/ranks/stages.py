@@ -183,6 +183,7 @@ class _FlowWatch:
         self.reason = ""
         """Why layers cannot be divided, as half a sentence."""
         self.num_outputs = [0] * len(layers)
+        """Of each layer, the length of the tuple that it returns; 0: a tensor."""
         self._before: Tensor | None = None
         self._hooks: list[RemovableHandle] = []
         for index, layer in enumerate(layers):
@@ -190,6 +191,7 @@ class _FlowWatch:
             self._hooks.append(layer.register_forward_hook(self._end(index)))
 
     def end(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
