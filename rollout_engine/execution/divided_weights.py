@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.errors import LifecycleError
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.kernels.cpu.stream import streaming_copy
 from rollout_engine.model.ranks.cut import ModelCut
@@ -170,13 +170,6 @@ class DividedUpdater(WeightUpdater):
             raise LifecycleError("digest: an update is open; commit or abort it first.")
         names = [name for name in self._checks.canonical if name not in self.weights.divided]
         return total_digest(self.weights.describe(names))
-
-    def require_live(self, verb: str) -> None:
-        """Raise as `live` if values may not be live ones."""
-        if self.is_open:
-            raise LifecycleError(f"{verb}: an update is open; commit or abort it first.")
-        if self.dirty:
-            raise DirtyWeightsError.for_verb(verb, forgotten=self.forgotten)
 
     def commit(self, version: int | None = None) -> None:
         """Do as `WeightUpdater.commit`, while no engine of the group uses this one's experts.

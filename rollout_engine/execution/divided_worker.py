@@ -50,9 +50,8 @@ class DividedWorker(Worker):
 
     def live_weights(self) -> Mapping[str, Tensor]:
         """The own part of every weight."""
-        own = self._own.live("live_weights")
-        self.updater.require_live("live_weights")
-        return LazyTensors(own, self._own.values)
+        self.updater.live("live_weights")  # raises if values may not be live ones
+        return LazyTensors(self._own.live("live_weights"), self._own.values)
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
         if self.group.layers:

@@ -31,7 +31,7 @@ class GrammarState:
         """The reason why the sequence cannot go on; None while it can."""
 
     def begin(self) -> None:
-        """Wait for the grammar, if need be. Notes what fails."""
+        """Wait for the grammar, if need be. A failure is noted."""
         try:
             self.vocabulary, self.matcher = self._grammar.start()
             self.bits = self.vocabulary.bits(self._stop_ids)

@@ -112,7 +112,11 @@ class BlockDirectory:
         self._make_folder(path[:2])
         header = make_header(self._namespace_bytes, key, data)
         unfinished = f"{path[:3]}{UNFINISHED}{path[3:]}.{secrets.token_hex(8)}"
-        file, num_counts = self._begin(unfinished, num_bytes)
+        try:
+            file, num_counts = self._begin(unfinished, num_bytes)
+        except FileNotFoundError:  # the folder was removed: the next write makes it
+            self._folders.discard(path[:2])
+            raise
         try:
             write_at(file, header, 0)
             write_at(file, data, HEADER_BYTES)

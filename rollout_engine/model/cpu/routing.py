@@ -84,10 +84,10 @@ class RoutingRecorder:
         given = np.full((len(routed_experts), num_columns, *self.info.shape), -1, np.int64)
         for row, experts in enumerate(routed_experts):
             given[row, : len(experts)] = experts
-        experts, stage = torch.from_numpy(given).flatten(0, 1), self._model.stage
+        chosen, stage = torch.from_numpy(given).flatten(0, 1), self._model.stage
         if stage is not None:
-            experts = experts[:, stage.first_router : stage.first_router + stage.num_own_routers]
-        with replaying(self._model.routers, experts):
+            chosen = chosen[:, stage.first_router : stage.first_router + stage.num_own_routers]
+        with replaying(self._model.routers, chosen):
             yield
 
     def _kept_rows(self, batch: FlatBatch, index: int, num_tokens: int) -> np.ndarray:

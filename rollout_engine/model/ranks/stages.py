@@ -138,7 +138,7 @@ def stage_parts(
         owners: the module's name of the parameter that a view is of; tied ones have one owner.
         live: what the stage has, by the module's names.
     """
-    held = {}
+    held: dict[str, Tensor] = {}
     for name, owner in owners.items():
         found = live.get(name)
         if found is not None and (found.numel() or not views[owner].numel()):

@@ -4,6 +4,7 @@ The bytes of a block are those of its row in every tensor of the pool, in their 
 blocks move in one gather or scatter per tensor.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from rollout_engine.base.messages import KVLoad, KVSave, ModelRunnerOutput
 
-_CHUNK_BYTES = 64 << 20
+logger = logging.getLogger("rollout_engine")
+
+_CHUNK_BYTES = 16 << 20
 """Bytes that are moved at a time, in addition to the pools."""
 
 
@@ -54,8 +57,17 @@ class KVTransfer:
         return " ".join(f"{'x'.join(map(str, each.shape[1:]))}:{each.dtype}" for each in tensors)
 
     def begin_saves(self, saves: Sequence[KVSave]) -> Callable[[], None]:
-        """Read blocks and slots before anything later writes them; returns a function that waits and hands them on."""
-        parts = [(part, _Reading(self._read(part))) for part in self._parts(saves)]
+        """Read blocks and slots before anything later writes them; returns a function that waits and hands them on.
+
+        Those for which the device has no memory are not saved.
+        """
+        parts: list[tuple[list[KVSave], _Reading]] = []
+        try:
+            for part in self._parts(saves):
+                parts.append((part, _Reading(self._read(part))))
+        except torch.OutOfMemoryError as problem:
+            what = "the device has no memory to copy them"
+            logger.warning("%d blocks of KV are saved in part or not at all: %s (%s).", len(saves), what, problem)
 
         def finish() -> None:
             for part, reading in parts:

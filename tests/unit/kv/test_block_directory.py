@@ -191,6 +191,15 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, blocks, monkeypatch, call):
     assert blocks.write(key(0), data(0)) and blocks.read(key(0), 5) == data(0)
 
 
+def test_a_folder_that_was_removed_is_made_again(tmp_path, blocks):
+    blocks.write(key(0), data(0))
+    file_of(tmp_path / "kv", 0).unlink()
+    file_of(tmp_path / "kv", 0).parent.rmdir()
+    with pytest.raises(FileNotFoundError):
+        blocks.write(key(0), data(0))
+    assert blocks.write(key(0), data(0)) and blocks.read(key(0), 5) == data(0)
+
+
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 48, bytes(48)])
 def test_an_account_that_cannot_be_read_is_counted_again(tmp_path, opened, content):
     blocks = opened(open_blocks(tmp_path / "kv", 3 * FILE))

@@ -1,4 +1,4 @@
-"""Hidden states pass from one stage to the next: by serials, in any order of asking, and never from a stage that is gone."""
+"""Hidden states pass from one stage to the next: by serials, in any order, and never from a stage that is gone."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -7,6 +7,7 @@ import torch
 from rollout_engine import SamplingParams
 from rollout_engine.base.messages import KVLoad, KVSave
 from rollout_engine.model.sequences.kv_transfer import KVTransfer
+from tests.unit.model.cuda.test_engine import BOUND
 from tests.unit.model.cuda.test_kv_pool import held, pool, refill  # noqa: F401
 
 # Of the interpreter: arithmetic on NaN and infinities, which the kernels mean.
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning",
     "ignore:divide by zero encountered in log:RuntimeWarning",
 )
-PROMPT = [3 + 7 * i % 50 for i in range(70)]
+PROMPT = [3 + 7 * i % 50 for i in range(50)]
 DRAWN = SamplingParams(temperature=0.8, max_tokens=3, logprobs=0, n=2, seed=3, ignore_eos=True)
 
 
@@ -32,22 +33,24 @@ def test_blocks_are_read_before_they_are_written_and_come_back(pool):  # noqa: F
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "deepseek_v3"))],
+    ("architecture", "deterministic"),
+    [
+        ("qwen3", False),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_5_text", "deepseek_v3")),
+    ],
 )
-def test_an_engine_on_a_device_finds_the_kv_that_it_saved(engine_on, architecture):
-    llm = engine_on("device", architecture, kv_connector="host", deterministic=True)
+def test_an_engine_on_a_device_finds_the_kv_that_it_saved(engine_on, architecture, deterministic):
+    llm = engine_on("device", architecture, kv_connector="host", deterministic=deterministic)
     found = []
     for _ in range(2):
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], DRAWN, use_tqdm=False)
         assert llm.reset_prefix_cache()
         found.append(output)
     before, after = found
-    counters = llm.get_metrics().core.counters.kv_tier
-    size = llm.llm_engine.frontend.client.info.block_size
-    assert counters.num_loaded >= (len(PROMPT) - 1) // size and after.num_cached_tokens >= len(PROMPT) - 1 - size
+    assert llm.get_metrics().core.counters.kv_tier.num_loaded >= 3 and after.num_cached_tokens == 48
     for one, other in zip(before.outputs, after.outputs, strict=True):
-        assert one.token_ids == other.token_ids and np.array_equal(one.logprobs, other.logprobs)
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0 if deterministic else BOUND, rtol=0)
 
 
 def test_states_and_blocks_move_apart(pool):  # noqa: F811
@@ -64,3 +67,15 @@ def test_states_and_blocks_move_apart(pool):  # noqa: F811
     transfer.load([KVLoad(0, memoryview(saved[b"state"]), is_state=True), KVLoad(3, memoryview(saved[b"block"]))])
     assert states[0].tolist() == [6, 7, 8] and held(pool)[3] == 1
     assert transfer.state_bytes == 6
+
+
+def test_a_device_without_memory_for_a_copy_saves_nothing_and_goes_on(pool, monkeypatch, caplog):  # noqa: F811
+    saved = []
+    transfer = KVTransfer(pool, lambda key, data: saved.append(key))
+
+    def read(part):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(transfer, "_read", read)
+    transfer.begin_saves([KVSave(5, b"five")])()
+    assert saved == [] and "not at all: the device has no memory" in caplog.text
