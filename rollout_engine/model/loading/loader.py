@@ -59,7 +59,7 @@ def load_model(
 ) -> LoadedModel:
     """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly.
 
-    `seat`: load this rank's part alone; with load_format="dummy" it has the whole for a moment. `group`: divides experts.
+    `seat`: load this rank's part alone; with load_format="dummy" it has all for a moment. `group`: divides experts.
     """
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
