@@ -142,7 +142,7 @@ class LLMEngine(BlockingVerbs):
     def has_unfinished_requests_dp(self, has_unfinished: bool = False) -> bool:
         """Whether any engine of `data_parallel_size` has a request that has not ended, or `step()` has more outputs.
 
-        The engines that divide experts step together as long as one of them has requests, by themselves: a loop over
+        The engines that divide experts step together as long as one of them has requests, without turns: a loop over
         `step()` may end when this is False. `has_unfinished`: the caller's own answer, as vLLM takes it.
         """
         if has_unfinished or self.has_unfinished_requests():

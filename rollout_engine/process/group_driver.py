@@ -15,7 +15,7 @@ class GroupDriver(ServingDriver):
     """A `ServingDriver` whose steps wait until all engines of the group are ready.
 
     It holds the group during a step, and as long as a call has pieces left: other engines keep their weights until
-    then. A call in pieces begins with a step, not where it arrives.
+    then. A call in pieces begins with a step.
     """
 
     def __init__(self, core: Any, executor: InlineExecutor, *args: Any, **options: Any) -> None:

@@ -121,9 +121,7 @@ class RowInvariantExperts(nn.Module):
     def _outputs_of_group(self, divided: DividedExperts, rows: Tensor, index: Tensor) -> Tensor:
         """Unweighted outputs [T, k, H] for `rows` [T, H] of their experts [T, k], computed by all engines together."""
         found = divided.outputs(rows, index).view(*index.shape, rows.shape[1])
-        if self._form.has_identities:  # the last experts return their input
-            found = rows[:, None].where(index[..., None] >= divided.share.whole, found)
-        return found
+        return rows[:, None].where(index[..., None] >= divided.share.whole, found)  # the last ones return their input
 
     def _unbind_matrices(self, name: str) -> tuple[Tensor, ...]:
         """The matrices [out, in] of all experts."""

@@ -34,6 +34,7 @@ from rollout_engine.model.modules.positions import position_limit
 from rollout_engine.model.packing.linear_groups import fuse_projections
 from rollout_engine.model.packing.module_types import tensor_of
 from rollout_engine.model.pictures.tower import build_tower
+from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.model.ranks.seat import Seat
 from sync.checkpoint_names import CheckpointNames
@@ -58,8 +59,7 @@ def load_model(
 ) -> LoadedModel:
     """Load `config.model` on `device`. Raises `ConfigError` for whatever cannot be served exactly.
 
-    `seat`: load this rank's part alone; with load_format="dummy" the process has the whole for a moment. `group`: load
-    this engine's part of the experts that a group divides, and all else.
+    `seat`: load this rank's part alone; with load_format="dummy" it has all for a moment. `group`: divides experts.
     """
     is_dummy = config.load_format == "dummy"
     directory = find_directory(config.model, weights=not is_dummy)
@@ -74,12 +74,9 @@ def load_model(
     module = build_module(text_config, dtype, ATTENTION_NAME, head_kind, check_size)
     limit = _find_limit(module.config, config.max_model_len)
     geometry = _admit(module, hf_config, device, has_ranks=seat is not None)
-    max_model_len = _served_length(limit, config.max_model_len)
     vocab_size = len(tensor_of(module.get_output_embeddings() or module.get_input_embeddings()))
     if seat is None:
-        if device != _CPU:
-            place_on(module, device)
-        fuse_projections(module)
+        _place_whole(module, device)
     tower, picture_info = load_tower(config, hf_config, dtype, device, check_size)
     table = table_of(module, tower)
     names = _checkpoint_names(module, hf_config, tower)
@@ -93,21 +90,19 @@ def load_model(
     if cut is not None:
         geometry, targets = cut.geometry, {name: part.view for name, part in cut.parts.items() if part.view.numel()}
     if state is not None:
-        state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
-        state.load(directory, 0 if seat is None else seat.team.rank, _each_once(table, targets))
+        _load_state(state, directory, 0 if seat is None else seat.team.rank, cut, _each_once(table, targets))
     elif not is_dummy:
         table.load(entries, names, parts=cut and cut.parts)
     with as_config_errors():
         config_file.check()
-    if head_kind is not None:
-        check_head(module, head_kind)
+    _check_head(module, head_kind)
     return LoadedModel(
         module=module,
         dtype=dtype,
         stored_dtype=_stored_dtype(hf_config, entries),
         geometry=geometry,
         eos_token_ids=_read_eos_token_ids(directory, hf_config, text_config),
-        max_model_len=max_model_len,
+        max_model_len=_served_length(limit, config.max_model_len),
         vocab_size=vocab_size,
         targets=targets,
         aliases=table.aliases(),
@@ -206,6 +201,26 @@ def _read_state(config: EngineConfig, directory: Path, config_file: SnapshotFile
         state.check_description(directory, config_file.content())
     state.check_dtype(config.dtype)
     return state
+
+
+def _place_whole(module: PreTrainedModel, device: torch.device) -> None:
+    """Move a module that one process has whole to its device, and fuse its projections."""
+    if device != _CPU:
+        place_on(module, device)
+    fuse_projections(module)
+
+
+def _check_head(module: PreTrainedModel, head_kind: HeadKind | None) -> None:
+    if head_kind is not None:
+        check_head(module, head_kind)
+
+
+def _load_state(
+    state: ShardedState, directory: Path, rank: int, cut: ModelCut | None, targets: Mapping[str, Tensor]
+) -> None:
+    """Fill a rank's weights from its files of a sharded state."""
+    state.check_cut(directory, has_columns=cut is not None and bool(cut.columns))
+    state.load(directory, rank, targets)
 
 
 def _each_once(table: WeightTable, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,13 +35,13 @@ class ShardFiles(NamedTuple):
         Raises `RequestError`, naming `verb`, for a size below one byte, and a pattern that gives two files one name.
         """
         if max_size is not None and max_size < 1:
-            raise _refused(verb, "max_size", max_size, "bytes of a file, at least 1, or None")
+            raise _make_refusal(verb, "max_size", max_size, "bytes of a file, at least 1, or None")
         fields = set(_FIELD.findall(pattern or ""))
         needed = {"rank"} if max_size is None else {"rank", "part"}
         is_name = pattern is None or (_NAME.fullmatch(pattern) and not re.search(r"[{}]", _FIELD.sub("", pattern)))
         if not is_name or (pattern is not None and not needed <= fields <= {"rank", "part"}):
             shown = " and ".join(f"{{{each}}}" for each in sorted(needed, reverse=True))
-            raise _refused(verb, "pattern", pattern, f"the name of a file with {shown} in it, such as {PATTERN}")
+            raise _make_refusal(verb, "pattern", pattern, f"the name of a file with {shown} in it, such as {PATTERN}")
         return cls(pattern or "", max_size or 0)
 
     def name(self, rank: int, part: int, num_ranks: int) -> str:
@@ -75,7 +75,7 @@ class ShardFiles(NamedTuple):
             part, last = part + 1, name
 
 
-def _refused(verb: str, field: str, value: object, bound: str) -> RequestError:
+def _make_refusal(verb: str, field: str, value: object, bound: str) -> RequestError:
     return RequestError(f"{verb}: {RequestError.for_field(field, value, bound)}", field=field, value=value, bound=bound)
 
 

@@ -5,7 +5,7 @@
 
     a layer       write own rows ── all meet ── compute the own experts on all engines' rows ── all meet ── read outputs
 
-`waves` says who takes part in what. Rows of a product do not depend on one another (decisions/0001), so the outputs are
+`waves` decides who takes part. Rows of a product do not depend on one another (decisions/0001), so the outputs are
 those of one engine with all experts, to the bit.
 """
 
@@ -215,7 +215,7 @@ class ExpertGroup:
         self._pass_layer(self._next, torch.empty(0, 0, dtype=dtype), torch.empty(0, 0, dtype=torch.int64))
 
     def _meet(self, phase: int) -> None:
-        """Note the end of a phase, and wait until all engines have come to it."""
+        """Note the end of a phase, and wait until all engines have reached it."""
         self._memory.phases.raise_to(self.rank, phase)
         while not self._memory.phases.wait(self.size, phase):
             self._check_others()

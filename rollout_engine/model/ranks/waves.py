@@ -31,7 +31,7 @@ class Stage(IntEnum):
     LOADING = 0
     OPEN = 1
     CLOSING = 2
-    """It wants to be CLOSED: no other engine begins to hold, unless it has to end what it has begun."""
+    """It wants to be CLOSED: no other engine begins to hold, unless it ends work that it has begun."""
     CLOSED = 3
     LEFT = 4
     """It ends, and takes part in nothing more."""
