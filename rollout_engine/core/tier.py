@@ -203,6 +203,7 @@ class Tier:
 
     def take_back(self, work: SchedulerOutput) -> None:
         """Note the saves of a step again that was not submitted."""
+        self.stats.num_saved -= len(work.kv_saves)
         self._saves = {(save.place, save.is_state): save.key for save in work.kv_saves} | self._saves
 
     def save_noted(self) -> None:

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.execution.made_with import arithmetic_of
+from rollout_engine.kernels.cpu.build import describe_kernels
 from rollout_engine.kv.connector import KVLayout
 from rollout_engine.model.backend import Backend
 from rollout_engine.model.sequences.kv_transfer import KVTransfer
@@ -25,6 +26,8 @@ def describe_layout(
         "quantization": str(config.quantization),
         **arithmetic_of(device),
     }
+    if device.type == "cpu":  # other compilers, or none, make other sums
+        settings["kernels"] = describe_kernels()
     return KVLayout(
         model=f"{type(model).__name__} {_digest_of(model)}",
         dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in transfer.block_tensors()})),

@@ -196,5 +196,7 @@ class _Lane:
             work, future = call
             try:
                 future.set_result(work())
-            except BaseException as problem:
+            except Exception as problem:
                 future.set_exception(problem)
+            except BaseException as problem:  # a cancelled call of asyncio, for one, must not end a step
+                future.set_exception(RuntimeError(f"it raised {error_text(problem)}"))

@@ -14,7 +14,7 @@ import msgspec
 from rollout_engine.base.class_names import find_class
 from rollout_engine.base.errors import ConfigError, error_text
 from rollout_engine.base.user_code import UserCode
-from rollout_engine.kv.block_frame import HEADER_BYTES, DamagedBlock, make_header, open_frame
+from rollout_engine.kv.block_frame import DamagedBlock, make_header, open_frame
 from rollout_engine.kv.connector import KVConnector, KVConnectorStats, KVLayout, Wait
 from rollout_engine.kv.notices import Notices
 
@@ -126,15 +126,15 @@ class UserConnector:
         self._call("close", None, self._inner.close)
 
     def _save_frame(self, key: bytes, data: memoryview) -> bool:
-        frame = bytearray(HEADER_BYTES + len(data))
-        frame[:HEADER_BYTES] = make_header(self._namespace, key, data)
-        frame[HEADER_BYTES:] = data
-        self._inner.save(key, memoryview(frame).toreadonly())
+        self._inner.save(key, memoryview(b"".join((make_header(self._namespace, key, data), data))))
         return True
 
     def _open_frame(self, key: bytes, frame: Any) -> memoryview | None:
         try:
-            return open_frame(memoryview(frame).cast("B").toreadonly(), self._namespace, key)
+            whole = memoryview(frame).cast("B")
+            if not isinstance(whole.obj, bytes):  # the user's class may write to it after it was checked
+                whole = memoryview(bytes(whole))
+            return open_frame(whole, self._namespace, key)
         except (DamagedBlock, TypeError, ValueError, BufferError) as problem:
             with self._lock:
                 self._stats.num_refused += 1

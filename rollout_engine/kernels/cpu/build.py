@@ -68,6 +68,12 @@ def declared(**signatures: tuple[Any, ...]) -> ctypes.CDLL:
     return library
 
 
+def describe_kernels() -> str:
+    """Digest of what the compiled kernels were made of: their sources, flags, compiler and CPU. "none" without them."""
+    library = load_kernels()
+    return "none" if library is None else Path(str(library._name)).stem
+
+
 def reason(problem: OSError | subprocess.SubprocessError) -> str:
     """The compiler's message, or why the compiler did not run."""
     return getattr(problem, "stderr", None) or str(problem)

@@ -1,5 +1,6 @@
 """A connector that raises, hangs or gives something else is a miss, and one that hangs is not called again."""
 
+import asyncio
 import threading
 
 import pytest
@@ -89,3 +90,14 @@ def test_a_call_that_hangs_is_the_last(monkeypatch, caplog):
 def test_one_that_does_not_open_fails_the_start(value):
     with pytest.raises(ConfigError, match="kv_connector='host' does not open"):
         KVLink(Scripted(open=value), "host", LAYOUT)
+
+
+def test_whatever_a_users_class_raises_is_a_miss():
+    def cancel(*arguments):
+        raise asyncio.CancelledError
+
+    link = KVLink(Scripted(load=cancel, holds=cancel, save=cancel), "package.module:Class", LAYOUT)
+    assert link.load(b"k") is None and not link.holds(b"k")
+    link.save(b"k", memoryview(b"12345678"))
+    assert link.stats.num_failures == 3
+    link.close()

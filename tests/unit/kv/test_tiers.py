@@ -104,6 +104,19 @@ def test_bytes_of_a_users_class_that_were_not_saved_by_that_key_are_misses_with_
         assert made.load(key(0)) == data(0)
 
 
+def test_bytes_stay_as_they_were_checked_if_a_users_class_writes_to_its_buffer(connect):
+    made = connect(f"{USERS}:Dictionary")
+    frames = made._inner.frames
+    made.save(key(0), data(0))
+    own = frames[key(0)] = bytearray(frames[key(0)])
+    for frame in (own, memoryview(own).toreadonly(), np.frombuffer(own, np.uint8)):
+        frames[key(0)] = frame
+        loaded = made.load(key(0))
+        own[-5] ^= 1
+        assert loaded == data(0) and loaded.readonly
+        own[-5] ^= 1
+
+
 def test_errors_of_a_users_class_are_misses_with_one_line_for_each_call(connect, caplog):
     made = connect(f"{USERS}:Failing")
     for _ in range(2):

@@ -1,0 +1,28 @@
+"""Engines whose KV may differ in a bit have namespaces of their own."""
+
+from types import SimpleNamespace
+
+import torch
+from transformers import PretrainedConfig
+
+from rollout_engine import EngineConfig
+from rollout_engine.execution import kv_layout
+
+TRANSFER = SimpleNamespace(
+    block_tensors=lambda: [torch.zeros(1)], block_bytes=4, state_bytes=0, describe_shapes=lambda: "1:torch.float32"
+)
+
+
+def namespace(*, deterministic=True, **model):
+    config, backend = EngineConfig(model="m"), SimpleNamespace(is_deterministic=deterministic)
+    found = kv_layout.describe_layout(config, PretrainedConfig(**model), backend, TRANSFER, torch.device("cpu"))
+    return found.namespace
+
+
+def test_engines_with_other_kernels_share_no_blocks(monkeypatch):
+    ours = namespace()
+    assert ours == namespace(_name_or_path="elsewhere") != namespace(deterministic=False)
+    assert ours != namespace(some_size=3)
+    for other in ("none", "0123"):  # no compiler there, or another one
+        monkeypatch.setattr(kv_layout, "describe_kernels", lambda other=other: other)
+        assert namespace() != ours
