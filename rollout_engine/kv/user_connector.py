@@ -34,7 +34,7 @@ def load_connector(name: str, max_bytes: int | None) -> "UserConnector":
         raise ConfigError(f"kv_connector: '{name}' cannot be made: {error_text(problem)}") from problem
     missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
     if missing:
-        raise ConfigError(f"kv_connector: '{name}' has no method {' or '.join(missing)}; see KVConnector.")
+        raise ConfigError(f"kv_connector: '{name}' has no method {' or '.join(missing)}; docs/kv.md has all of them.")
     return UserConnector(name, made)
 
 
