@@ -7,13 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollout_engine.base.class_names import name_of
-from rollout_engine.base.data_parallel import check_data_parallel
 from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.base.kv_options import check_kv_connector
 from rollout_engine.base.outputs import Quantization
+from rollout_engine.base.parallel_options import check_data_parallel, check_stages
 from rollout_engine.base.peer_options import ENGINE_PEERS
 from rollout_engine.base.speculation_config import SpeculationConfig
-from rollout_engine.base.stage_options import check_stages
 from rollout_engine.base.structs import UserStruct
 from rollout_engine.base.toml_files import TomlFile
 

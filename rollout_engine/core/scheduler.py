@@ -75,8 +75,7 @@ class Scheduler:
                 self.speculator.add_drafts(step, most - budget)
         self.tables.finish_scheduling(step.work.scheduled, step.rows)
         step.work.finished_sequence_ids += self._take_finished()
-        if self.tables.tier is not None:
-            self.tables.tier.complete(step.work)
+        self.tables.complete(step.work)
         self._advance(step)
         assert step.rows or num_in_flight or not self.num_queued, "work, but nothing scheduled"
         return step
@@ -102,14 +101,11 @@ class Scheduler:
     def take_back(self, work: SchedulerOutput) -> None:
         """Take back an empty step that is not submitted."""
         self.requeue_finished(work)
-        if self.tables.tier is not None:
-            self.tables.tier.take_back(work)
+        self.tables.take_back(work)
 
     def prepare(self, request: Request, other: Preparation | None) -> Preparation | None:
         """Begin to bring the KV of a new request near. Returns a wait for that and for `other`; None if unneeded."""
-        if self.tables.tier is None or not self._may_skip(request.leader):
-            return other
-        return self.tables.tier.prepare(self.tables, request, other)
+        return self.tables.prepare(request, other) if self._may_skip(request.leader) else other
 
     def add(self, request: Request) -> None:
         """Queue the leader of a request; its other sequences follow when the prompt has been computed."""
@@ -291,8 +287,8 @@ class Scheduler:
                 return False
             self._drop_references()
         self._move(sequence, self.running)
-        if looks_up and self.tables.tier is not None:
-            self.tables.tier.load_prefix(self.tables, sequence)
+        if looks_up:
+            self.tables.load_prefix(sequence)
         if came_without_blocks:
             self.stats.num_looked_up_tokens += sequence.num_tokens if looks_up else 0
             self.stats.num_cached_tokens += sequence.num_computed_tokens

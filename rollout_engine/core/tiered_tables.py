@@ -1,7 +1,9 @@
 """Block tables with a tier outside of the pool, and hints of requests about the KV that they leave behind."""
 
+from rollout_engine.base.messages import SchedulerOutput
 from rollout_engine.core.block_tables import BlockTables
-from rollout_engine.core.request import Sequence
+from rollout_engine.core.request import Request, Sequence
+from rollout_engine.core.request_table import Preparation
 from rollout_engine.core.tier import Rows
 
 
@@ -55,6 +57,25 @@ class TieredTables(BlockTables):
         """Give a sequence a slot for the state behind its known blocks; returns the slot, to be filled."""
         assert self.states is not None, "the model keeps states"
         return self.states.attach_new(sequence, sequence.prefix[-1])
+
+    def prepare(self, request: Request, other: Preparation | None) -> Preparation | None:
+        """Begin to fetch the prefix of a new request. Returns a wait for that and `other`; None if unneeded."""
+        return other if self.tier is None else self.tier.prepare(self, request, other)
+
+    def load_prefix(self, sequence: Sequence) -> None:
+        """Extend the known prefix of a sequence that was just admitted by blocks from outside of the pool."""
+        if self.tier is not None:
+            self.tier.load_prefix(self, sequence)
+
+    def complete(self, work: SchedulerOutput) -> None:
+        """Give a step that was scheduled its loads, and all saves that were noted."""
+        if self.tier is not None:
+            self.tier.complete(work)
+
+    def take_back(self, work: SchedulerOutput) -> None:
+        """Note the saves of a step again that was not submitted."""
+        if self.tier is not None:
+            self.tier.take_back(work)
 
     def save_noted(self) -> None:
         """Save at once the KV that the next step would save. Call it while no step is in flight."""

@@ -3,7 +3,7 @@
     python -m rollout_engine.execution.rank_main MEMORY LIFE STEPS CALLS PULSE BELTS... NUM_RANKS  descriptors
     python -m rollout_engine.execution.rank_main --connect HOST PORT RANK NUM_RANKS       on another machine
 
-MEMORY is what all ranks share, and LIFE, STEPS, CALLS and PULSE are this rank's ends of the sockets of `rank_wire`;
+MEMORY is that of all ranks, and LIFE, STEPS, CALLS and PULSE are this rank's ends of the sockets of `rank_wire`;
 BELTS are its ends of those between stages, if there are several (`model.ranks.pipe_place`). It ends when rank 0 does,
 and takes part in no more when any rank has ended.
 """

@@ -51,7 +51,7 @@ class StepFeed:
             self._pending = {each for each in self._pending if each > serial}
 
     def begin_other(self, serial: int) -> None:
-        """Rank 0 computes a forward of no step, such as a score's; steps that were announced are still to come."""
+        """Rank 0 computes a forward of no step, such as a score's; steps that were announced follow."""
         self._pipe.serial = serial
 
     def book(self) -> int:
@@ -64,7 +64,7 @@ class StepFeed:
         return serial
 
     def drain(self) -> None:
-        """Wait until all other stages have computed what was announced."""
+        """Wait until all other stages have computed the steps that were announced."""
         assert self._pipe.inbox is not None, "rank 0 is of the last stage"
         self._pipe.inbox.wait_for(self._num_booked - 1)
 

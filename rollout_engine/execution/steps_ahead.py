@@ -54,7 +54,7 @@ class StepsAhead:
             try:
                 return step.result()
             except BaseException:
-                self._waiting.clear()  # nobody asks for those behind it
+                self._waiting.clear()  # no caller asks for those behind it
                 raise
 
         return wait

@@ -154,7 +154,7 @@ def _core_gauges(core: CoreMetrics) -> Values:
         ("state_usage_ratio", "Those referenced by live requests / all.", core.state_usage),
         ("state_snapshots", "States that are kept to be found again.", core.num_state_snapshots),
         ("kv_connector_blocks", "KV blocks and states that the connector holds.", core.num_tier_blocks),
-        ("kv_connector_bytes", "Bytes of these, where engines share them counted for each.", core.num_tier_bytes),
+        ("kv_connector_bytes", "Bytes of these, counted for each engine that shares them.", core.num_tier_bytes),
         ("policy_version", "Version of the live weights.", core.policy_version),
         ("running", "1 where requests may compute, 0 while paused, asleep or dirty.", core.state == "RUNNING"),
     ]

@@ -69,7 +69,7 @@ def declared(**signatures: tuple[Any, ...]) -> ctypes.CDLL:
 
 
 def describe_kernels() -> str:
-    """Digest of what the compiled kernels were made of: their sources, flags, compiler and CPU. "none" without them."""
+    """Digest of the compiled kernels' sources, flags, compiler and CPU. "none" without them."""
     library = load_kernels()
     return "none" if library is None else Path(str(library._name)).stem
 

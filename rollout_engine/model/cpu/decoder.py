@@ -163,7 +163,7 @@ class CpuDecoder:
         return hidden
 
     def _enter(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of tokens, or what the stage before has computed of them; it may be written to."""
+        """Embeddings [T, H] of tokens, or the hidden states of the stage before; they may be written to."""
         parts, pipe = self._structure, self._pipe
         if pipe is not None and not pipe.is_first:
             like = tensor_of(parts.norm)

@@ -25,13 +25,13 @@ def try_stage(model: CpuModel) -> None:
     except BrokenTurnsError:  # another rank has failed
         raise
     except Exception as problem:  # foreign modules may fail in any way
-        raise _refused(model, f"{type(problem).__name__}: {problem}") from problem
+        raise _make_refusal(model, f"{type(problem).__name__}: {problem}") from problem
     finally:
         model.decoder = decoder
     if stage.routing is not None and len(model.routers) != stage.num_own_routers:
-        raise _refused(model, f"{len(model.routers)} of its {stage.num_own_routers} routers are found")
+        raise _make_refusal(model, f"{len(model.routers)} of its {stage.num_own_routers} routers are found")
 
 
-def _refused(model: CpuModel, reason: str) -> ConfigError:
+def _make_refusal(model: CpuModel, reason: str) -> ConfigError:
     what, name = "cannot be divided into stages: its layers do not run apart", type(model.module).__name__
     return ConfigError(f"pipeline_parallel_size: {name} {what} ({reason}). Leave it out, or give tensor_parallel_size.")

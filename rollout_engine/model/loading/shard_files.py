@@ -66,9 +66,9 @@ class ShardFiles(NamedTuple):
 
     def found_in(self, directory: Path, num_ranks: int) -> list[list[str]]:
         """The names of the files that each rank has written to a directory."""
-        return [list(self._written(directory, rank, num_ranks)) for rank in range(num_ranks)]
+        return [list(self._list_written(directory, rank, num_ranks)) for rank in range(num_ranks)]
 
-    def _written(self, directory: Path, rank: int, num_ranks: int) -> Iterator[str]:
+    def _list_written(self, directory: Path, rank: int, num_ranks: int) -> Iterator[str]:
         part, last = 0, ""
         while (name := self.name(rank, part, num_ranks)) != last and (directory / name).exists():
             yield name

@@ -37,7 +37,7 @@ class PassedLayer(nn.Module):
 
 
 class EntranceLayer(PassedLayer):
-    """The layer before the first one of a stage: its output [..., T, H] is what the stage before has computed."""
+    """The layer before the first one of a stage: its output [..., T, H] is that of the stage before."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""One rank's place in a pipe of stages: where a forward's hidden states come from, and where they go.
+"""One rank's place in a pipe of stages: the source of a forward's hidden states, and their receiver.
 
     enter ── layers of this stage ── leave
 
-While an engine loads, each stage tries its layers alone: what enters are random numbers, and nothing leaves. Then
+While an engine loads, each stage tries its layers alone: random numbers enter, and nothing leaves. Then
 it serves: the forwards of all stages have serials, which rank 0 gives and the messages of steps and scores name.
 """
 
@@ -49,7 +49,7 @@ class Pipe:
         self.left: Tensor | None = None
         """Hidden states [T, H] behind this stage's last layer, run as a module."""
         self.came: Tensor | None = None
-        """Routed experts of the layers before this stage, int32 [n], if they came with the hidden states."""
+        """Routed experts of the layers before this stage, int32 [n], if the hidden states brought them."""
         self._entered: tuple[int, Tensor] | None = None
         """The serial of the last forward of modules, and its hidden states."""
 
@@ -125,7 +125,7 @@ class Pipe:
             self._is_held = False
 
     def break_(self) -> None:
-        """Let no rank of any stage wait for another any more, and nobody at this rank's ends."""
+        """Let no rank of any stage wait for another any more, and no thread at this rank's ends."""
         for turns in self._others:
             turns.break_()
         for end in self._ends:

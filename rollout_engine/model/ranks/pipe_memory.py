@@ -1,9 +1,9 @@
-"""The memory of the ranks of an engine with several stages, and the ends of what passes from one stage to the next.
+"""The memory of the ranks of an engine with several stages, and the ends of the way from one stage to the next.
 
     memory     exchange of all ranks │ exchange of each stage │ a belt between each stage and the next
     belt       place │ place │ ...   one for each forward that may be on its way, used in turn
 
-The first rank of a stage writes its hidden states to a place, and says so by a socket to every rank of the next stage.
+The first rank of a stage writes its hidden states to a place, and notifies every rank of the next stage.
 A wait for a socket leaves the core to others, and ends with the process at the other end.
 """
 
@@ -33,9 +33,9 @@ def num_places(num_stages: int) -> int:
 
 
 class PipePlan:
-    """How ranks of stages are numbered, and where they find each other in the shared memory.
+    """How ranks of stages are numbered, and their places in the shared memory.
 
-    Rank 0 is the first one of the last stage, which draws. The ranks of that stage come first, then those of the first
+    Rank 0 is the first one of the last stage, which draws. Its ranks are the first, then those of the first
     stage, the second, and so on.
     """
 
@@ -63,7 +63,7 @@ class PipePlan:
         return (stage + 1) % self.num_stages * self.ranks_of_stage
 
     def exchange_start(self, stage: int) -> int:
-        """Where in the memory the exchange of a stage begins; that of all ranks is at 0."""
+        """Byte of the memory at which the exchange of a stage begins; that of all ranks is at 0."""
         return (1 + stage) * TOTAL_BYTES
 
     def belt(self, descriptor: int, stage: int) -> list[Tensor]:
@@ -82,7 +82,7 @@ class Outbox:
     def put(self, serial: int, hidden: Tensor, experts: Tensor | None) -> None:
         """Pass on hidden states [T, H] of forward `serial`, and routed experts int32 [T, L, k] of the layers so far.
 
-        Raises `BrokenTurnsError` if nobody reads them any more.
+        Raises `BrokenTurnsError` if no reader is left.
         """
         sizes = hidden.nbytes, 0 if experts is None else experts.nbytes
         if sum(sizes) > _PLACE_BYTES:
@@ -100,11 +100,11 @@ class Outbox:
             raise BrokenTurnsError("the next stage has ended or failed") from None
 
     def break_(self) -> None:
-        """Let nobody wait at this end any more."""
+        """Let no thread wait at this end any more."""
         _shut(self._sockets)
 
     def close(self) -> None:
-        """Free the sockets; nobody waits at this end."""
+        """Free the sockets; no thread waits at this end."""
         for each in self._sockets:
             each.close()
 
@@ -116,7 +116,7 @@ class Inbox:
         self._places, self._socket = places, source
         self._reading = threading.Lock()
         self._arrived: dict[int, tuple[int, int]] = {}
-        """Sizes of what lies in the places, by serial."""
+        """Sizes of the contents of places, by serial."""
         self._last = -1
 
     def take(self, serial: int, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor | None]:
@@ -142,19 +142,19 @@ class Inbox:
                     raise BrokenTurnsError("a stage has ended or failed")
                 self._last, *sizes = _HEADER.unpack(message)
                 self._arrived[self._last] = sizes[0], sizes[1]
-                self._arrived.pop(self._last - len(self._places), None)  # nobody has asked for it
+                self._arrived.pop(self._last - len(self._places), None)  # no caller has asked for it
 
     def break_(self) -> None:
-        """Let nobody wait at this end any more."""
+        """Let no thread wait at this end any more."""
         _shut([self._socket])
 
     def close(self) -> None:
-        """Free the socket; nobody waits at this end."""
+        """Free the socket; no thread waits at this end."""
         self._socket.close()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of what tells a reader that a place was written: whole messages, in order."""
+    """The two ends of a channel that notifies a reader of written places: whole messages, in order."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -33,7 +33,7 @@ class SharedExchange(Exchange):
 
     Args:
         descriptor: of a file of zeros that all ranks have open, in memory; it may be closed afterwards.
-        start: where in it the `TOTAL_BYTES` of this exchange begin; a multiple of a page.
+        start: byte at which the `TOTAL_BYTES` of this exchange begin; a multiple of a page.
     """
 
     window_is_shared = True

@@ -1,4 +1,4 @@
-"""Cuts a module into stages: this rank's layers stay, and what other stages have is replaced.
+"""Cuts a module into stages: this rank's layers stay, and those of other stages are replaced.
 
 The first stage has the embedding, the last one the head; each has all that is neither a layer nor one of these, such
 as the norm behind the layers. A matrix that is both embedding and head is held by both stages.
@@ -23,7 +23,7 @@ from rollout_engine.model.ranks.pipe import Pipe
 from rollout_engine.model.ranks.stage_split import split_layers
 
 _KNOWN_TENSORS = {"attention_mask", "position_ids", "position_embeddings", "cache_position"}
-"""Arguments of layers that each stage computes by itself, from positions."""
+"""Arguments of layers that each stage computes separately, from positions."""
 
 
 class Stage(NamedTuple):
@@ -131,12 +131,12 @@ def cut_stage(module: PreTrainedModel, plan: StagePlan, cut: ModelCut, pipe: Pip
 def stage_parts(
     views: Mapping[str, Tensor], owners: Mapping[str, str], live: Mapping[str, Tensor], cut: ModelCut
 ) -> dict[str, Part]:
-    """The parts of a stage under every name of the whole module: nothing of what other stages have.
+    """The parts of a stage under every name of the whole module: nothing of the other stages.
 
     Args:
         views: every accepted name as a view of the whole weights.
         owners: the module's name of the parameter that a view is of; tied ones have one owner.
-        live: what the stage has, by the module's names.
+        live: the values of the stage, by the module's names.
     """
     held: dict[str, Tensor] = {}
     for name, owner in owners.items():
@@ -177,7 +177,7 @@ def _check_flow(module: PreTrainedModel, layers: Sequence[nn.Module]) -> list[in
 
 
 class _FlowWatch:
-    """Watches what layers are given in one forward."""
+    """Watches the arguments of layers in one forward."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.reason = ""

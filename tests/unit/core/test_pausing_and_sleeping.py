@@ -283,44 +283,6 @@ def test_sleep_in_mode_wait_falls_asleep_after_the_last_request(rig):
     rig.assert_clean()
 
 
-@pytest.mark.parametrize("tags", [None, ["scheduling"], "scheduling"])
-def test_level_0_stops_scheduling_and_keeps_all_memory(rig, tags):
-    add_and_step(rig)
-    usage = rig.core.cache_usage()
-    rig.sleep(0, "keep")
-    assert rig.core.lifecycle.asleep == {"scheduling"} and not rig.core.can_progress()
-    assert rig.core.lifecycle.describe() == "ASLEEP(level 0: scheduling)" and rig.core.cache_usage() == usage
-    rig.add("late")
-    rig.core.wake_up(["weights", "kv_cache"])
-    assert rig.core.lifecycle.asleep
-    rig.update()
-    rig.wake_up(tags)
-    assert not rig.core.lifecycle.asleep
-    rig.run()
-    rig.assert_clean()
-
-
-def test_level_0_becomes_deeper_and_nothing_else_becomes_level_0(rig):
-    rig.sleep(0, "abort")
-    rig.sleep(1, "abort")
-    assert rig.core.lifecycle.asleep == {"weights", "kv_cache"} and rig.core.lifecycle.level == 1
-    rig.sleep(0, "abort")
-    assert rig.core.lifecycle.asleep == {"weights", "kv_cache"} and rig.core.lifecycle.level == 1
-    rig.wake_up()
-    rig.assert_clean()
-
-
-def test_level_0_in_mode_wait_lets_requests_end_first(rig):
-    add_and_step(rig)
-    rig.sleep(0, "wait")
-    assert not rig.core.lifecycle.asleep
-    while rig.core.can_progress():
-        rig.step()
-    assert rig.core.lifecycle.asleep == {"scheduling"} and len(rig.ends) == 4
-    rig.wake_up()
-    rig.assert_clean()
-
-
 def test_aborting_hastens_a_sleep_that_waits(rig):
     add_and_step(rig)
     rig.sleep(2, "wait")
