@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.errors import ConfigError, error_text
+from rollout_engine.base.errors import ConfigError, error_text, refused
 from rollout_engine.base.metrics import KVTierStats
 from rollout_engine.base.threads import start
 from rollout_engine.kv.connector import KVConnector, KVConnectorStats, KVLayout
-from rollout_engine.kv.tiers import make_connector
+from rollout_engine.kv.tiers import CONNECTORS, make_connector
 
 logger = logging.getLogger("rollout_engine")
 
@@ -33,7 +33,6 @@ CALL_SECONDS = 5.0
 """Longest time that a call of one may take: steps wait for it."""
 FETCH_SECONDS = 30.0
 """Longest time for which a request waits for KV to be fetched."""
-_OWN = ("host", "shm", "disk:")
 T = TypeVar("T")
 
 
@@ -45,12 +44,17 @@ def make_kv_connector(config: EngineConfig) -> KVConnector | None:
 class KVLink:
     """Satisfies `core.tier.Store` over a connector. Any thread may call it."""
 
-    def __init__(self, connector: KVConnector, spec: str, layout: KVLayout) -> None:
-        """Open the connector that `spec` names. Raises `ConfigError` if it does not open."""
+    def __init__(self, connector: KVConnector, spec: str, layout: KVLayout, max_bytes: int | None = None) -> None:
+        """Open the connector that `spec` names. Raises `ConfigError` if it does not open, or has no room for a block."""
+        if max_bytes is not None and max_bytes < (least := max(layout.block_bytes, layout.state_bytes)):
+            hint = "The number is of bytes: 8 << 30 is 8 GiB."
+            raise ConfigError(
+                refused("kv_connector_bytes", max_bytes, f"at least {least}, a block of this model", hint)
+            )
         self.layout = layout
         self.stats = KVTierStats()
         self._connector, self._spec = connector, spec
-        self._lane = None if spec.startswith(_OWN) else _Lane()
+        self._lane = None if spec.partition(":")[0] in CONNECTORS else _Lane()
         self._is_over = False
         """Whether a call has hung: no other one is made."""
         self._logged: set[str] = set()
@@ -128,6 +132,7 @@ class KVLink:
         found: KVConnectorStats | None = self._call("stats", None)
         if found is None:
             return 0, 0
+        self.stats.num_failures += found.num_failures - self._last.num_failures
         self.stats.num_refused += found.num_refused - self._last.num_refused
         self.stats.num_dropped += found.num_dropped - self._last.num_dropped
         self._last = found

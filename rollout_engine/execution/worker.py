@@ -180,7 +180,7 @@ class Worker:
         link: KVLink
         transfer = self.runner.open_transfer(lambda key, data: link.save(key, data))
         layout = describe_layout(self._config, self.module.config, self.backend, transfer, self._device)
-        link = KVLink(connector, str(self._config.kv_connector), layout)
+        link = KVLink(connector, str(self._config.kv_connector), layout, self._config.kv_connector_bytes)
         self.info = msgspec.structs.replace(self.info, kv_handshake=link.handshake)
         self.updater.live_digest.keep()
         return link

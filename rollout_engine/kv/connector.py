@@ -73,6 +73,8 @@ class KVConnectorStats(msgspec.Struct, kw_only=True):
     """Blocks found torn, damaged, foreign or behind a link; each was a miss."""
     num_dropped: int = 0
     """Saves given up: the queue or the store was full, or writing failed."""
+    num_failures: int = 0
+    """Calls of a user's connector that raised; each was a miss, or a save given up."""
     num_evicted: int = 0
     """Blocks that this engine removed because the store was over its bound."""
     save_seconds: float = 0.0

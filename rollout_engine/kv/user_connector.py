@@ -118,7 +118,9 @@ class UserConnector:
         if not isinstance(theirs, KVConnectorStats):
             return ours
         merged = {name: getattr(ours, name) for name in _OURS}
-        merged |= {name: getattr(theirs, name) + getattr(ours, name) for name in ("num_refused", "num_dropped")}
+        merged |= {
+            name: getattr(theirs, name) + getattr(ours, name) for name in ("num_refused", "num_dropped", "num_failures")
+        }
         return msgspec.structs.replace(theirs, **merged)
 
     def close(self) -> None:
@@ -147,5 +149,7 @@ class UserConnector:
             with UserCode(lambda: f"KV connector {self._name} ({method})"):
                 return function(*args)
         except (Exception, SystemExit) as problem:
+            with self._lock:
+                self._stats.num_failures += 1
             self._notices.warn(method, f"{method} raised {error_text(problem)}")
         return otherwise

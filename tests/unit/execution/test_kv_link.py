@@ -101,3 +101,23 @@ def test_whatever_a_users_class_raises_is_a_miss():
     link.save(b"k", memoryview(b"12345678"))
     assert link.stats.num_failures == 3
     link.close()
+
+
+def test_a_bound_below_one_block_is_refused():
+    with pytest.raises(ConfigError, match="kv_connector_bytes=7 is not allowed: must be at least 8, a block"):
+        KVLink(Scripted(), "host", LAYOUT, 7)
+
+
+def test_a_users_module_whose_name_begins_as_one_of_ours_is_guarded_too():
+    for spec, is_guarded in (("host", False), ("shm", False), ("disk:a", False), ("hosted:Slow", True)):
+        link = KVLink(Scripted(), spec, LAYOUT)
+        assert (link._lane is not None) == is_guarded
+        link.close()
+
+
+def test_failures_that_a_connector_has_counted_are_counted_once():
+    link = KVLink(Scripted(stats=lambda: KVConnectorStats(num_failures=2)), "host", LAYOUT)
+    link.count_held()
+    link.count_held()
+    assert link.stats.num_failures == 2
+    link.close()
