@@ -45,7 +45,7 @@ class KVLink:
     """Satisfies `core.tier.Store` over a connector. Any thread may call it."""
 
     def __init__(self, connector: KVConnector, spec: str, layout: KVLayout, max_bytes: int | None = None) -> None:
-        """Open the connector that `spec` names. Raises `ConfigError` if it does not open, or has no room for a block."""
+        """Open the connector that `spec` names. Raises `ConfigError` if it does not, or has no room."""
         if max_bytes is not None and max_bytes < (least := max(layout.block_bytes, layout.state_bytes)):
             hint = "The number is of bytes: 8 << 30 is 8 GiB."
             raise ConfigError(
