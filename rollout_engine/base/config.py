@@ -10,7 +10,7 @@ from rollout_engine.base.class_names import name_of
 from rollout_engine.base.errors import ConfigError, refused
 from rollout_engine.base.kv_options import check_kv_connector
 from rollout_engine.base.outputs import Quantization
-from rollout_engine.base.parallel_options import check_data_parallel, check_stages
+from rollout_engine.base.parallel_options import check_data_parallel, check_ranks, check_stages
 from rollout_engine.base.peer_options import ENGINE_PEERS
 from rollout_engine.base.speculation_config import SpeculationConfig
 from rollout_engine.base.structs import UserStruct
@@ -321,7 +321,7 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             bound = "the URL of an OTLP/HTTP collector, http://... or https://..."
             raise ConfigError(refused("otlp_traces_endpoint", self.otlp_traces_endpoint, bound))
-        self._check_ranks()
+        check_ranks(self)
         check_data_parallel(self)
         check_kv_connector(self)
         check_stages(self)
@@ -346,22 +346,6 @@ class EngineConfig(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
             if is_set:
                 mine = f"quantization={self.quantization!r}"
                 raise ConfigError(f"{mine} and {other} are both set: {reason}. Give one of them.")
-
-    def _check_ranks(self) -> None:
-        size = self.tensor_parallel_size
-        if self.executor != "auto" and (self.num_ranks > 1) == (self.executor == "inline"):
-            cut = f"tensor_parallel_size={size}" if size == self.num_ranks else "pipeline_parallel_size"
-            what, instead = f"executor={self.executor!r} and {cut}", "Leave executor out"
-            if self.num_ranks > 1:
-                raise ConfigError(f"{what} are both set: one process has one rank. {instead}.")
-            raise ConfigError(f"{what}: there is no other rank to place. {instead}, or raise tensor_parallel_size.")
-        if size == 1:
-            return
-        if self.deterministic is False and self.device != "cuda":
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} and deterministic=False are both set: on a CPU a "
-                "cut model has the bits of one that is whole. Give one of them."
-            )
 
     def _check_speculation(self) -> None:
         mine, is_device = f"speculation={self.speculation!r}", self.device == "cuda"

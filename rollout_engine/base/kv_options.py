@@ -16,7 +16,7 @@ def check_kv_connector(config: Any) -> None:
         return
     found = {"enable_prefix_caching=False": (not config.enable_prefix_caching, "nothing is looked up")}
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        size = getattr(config, name, 1)
+        size = getattr(config, name)
         found[f"{name}={size}"] = (size > 1, "KV of a model that is divided is not saved or loaded")
     for other, (is_set, reason) in found.items():
         if is_set:

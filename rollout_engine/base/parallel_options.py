@@ -1,8 +1,24 @@
-"""Options that `pipeline_parallel_size` and `data_parallel_size` do not go with."""
+"""Options that a model which is cut, or divided among stages or engines, does not go with."""
 
 from typing import Any
 
 from rollout_engine.base.errors import ConfigError
+
+
+def check_ranks(config: Any) -> None:
+    """Raise `ConfigError` if options of an `EngineConfig` do not go with its number of ranks."""
+    size, num_ranks = config.tensor_parallel_size, config.num_ranks
+    if config.executor != "auto" and (num_ranks > 1) == (config.executor == "inline"):
+        cut = f"tensor_parallel_size={size}" if size == num_ranks else "pipeline_parallel_size"
+        what, instead = f"executor={config.executor!r} and {cut}", "Leave executor out"
+        if num_ranks > 1:
+            raise ConfigError(f"{what} are both set: one process has one rank. {instead}.")
+        raise ConfigError(f"{what}: there is no other rank to place. {instead}, or raise tensor_parallel_size.")
+    if size > 1 and config.deterministic is False and config.device != "cuda":
+        raise ConfigError(
+            f"tensor_parallel_size={size} and deterministic=False are both set: on a CPU a cut model has the bits of "
+            "one that is whole. Give one of them."
+        )
 
 
 def check_stages(config: Any) -> None:

@@ -360,6 +360,6 @@ def require_running(engine):
     return call(engine, "require_running", verb="generate")
 
 
-@scenario()
+@scenario(peers=[])
 def meet_kv_peers(engine):
     return call(engine, "meet_kv_peers", peers=[{"name": "another"}])  # without a connector nothing meets it

@@ -61,6 +61,7 @@ REQUEST_EXTREMES = {
     "output_kind": ["cumulative", "delta", "final_only", "all"],
     "entropy": [True, False, 1],
     "return_hidden_states": ["sampled", "all", True, "some"],
+    "kv_hint": ["keep", "drop", "prefetch", "away"],
 }
 CONFIG_EXTREMES = {
     "chat_template": [None, "{{ messages[0].content }}", "{% for", "no/such.jinja", ""],
@@ -109,6 +110,9 @@ CONFIG_EXTREMES = {
     "step_trace_bytes": [2**16, 2**50, 0],
     "step_deadline": [None, 600.0, 1e12, math.inf, 0.0, math.nan],
     "tokenizer": ["/nowhere", ""],
+    "kv_connector": ["host", "disk", "nowhere:Class", "", 7],
+    "kv_connector_bytes": [1, 2**20, 0, -1],
+    "pipeline_parallel_size": [1, 0, 17, 2**70],
 }
 NOT_FUZZED = {"model"}
 

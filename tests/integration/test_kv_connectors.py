@@ -232,7 +232,7 @@ def test_a_connector_that_is_no_good_costs_a_computation(checkpoint, monkeypatch
         dict_connector.RELEASED.set()
     assert same(alone, found)
     assert counters.kv_tier.num_loaded == 9 * (kind == "NeverFetched")
-    assert (counters.kv_tier.num_failures > 0) == (kind == "Hanging")
+    assert (counters.kv_tier.num_failures > 0) == (kind in ("Hanging", "Raising"))
     dict_connector.RELEASED.clear()
 
 

@@ -255,7 +255,8 @@ def test_ranks_write_files_of_a_bounded_size(cut_engine, tmp_path):
     cut_engine.save_sharded_state(tmp_path / "state", max_size=20_000)
     names = {path.name for path in (tmp_path / "state").iterdir()}
     assert {f"rank-{rank}-of-2-part-1.safetensors" for rank in range(2)} <= names
-    load(tmp_path / "state", tensor_parallel_size=2)
+    with running(tmp_path / "state", load_format="sharded", tensor_parallel_size=2) as engine:
+        assert found_of(engine) == found_of(cut_engine)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Ranks:
     def compare(self, path: Path) -> str:
         """Outcome of two ranks: "equal" to one process, or "refused" with the reason."""
         try:  # what cannot be cut is refused before the other rank is asked
-            load_model(_config(path), CPU, SimpleNamespace(rank=0, num_ranks=2, splits_sums=False))
+            load_model(_config(path), CPU, SimpleNamespace(rank=0, num_ranks=2, splits_sums=False, pipe=None))
         except ConfigError as refusal:
             return f"refused: {_without(path, refusal)}"
         try:

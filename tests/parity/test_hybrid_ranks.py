@@ -126,7 +126,7 @@ def test_each_rank_keeps_the_states_of_its_own_heads(case):
         module = tiny_model(architecture, attn_implementation=ATTENTION_NAME, **fields)
         swap_mixers(module)
         whole = whole or probe_geometry(module)
-        cut = cut_module(module, whole, SimpleNamespace(rank=rank, num_ranks=num_ranks, splits_sums=False))
+        cut = cut_module(module, whole, SimpleNamespace(rank=rank, num_ranks=num_ranks, splits_sums=False, pipe=None))
         assert len(mixers_of(module)) == sum(layer.state is not None for layer in whole)
         states = [layer.state.recurrence for layer in cut.geometry if layer.state and layer.state.recurrence]
         sizes.append([heads for heads, *_ in states])

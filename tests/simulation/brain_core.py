@@ -1,6 +1,7 @@
 """A core of the fleet tier without threads: it spells tokens on an event queue, and answers over two pipes."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rollout_engine.base.errors import (
@@ -50,7 +51,7 @@ class Report(NamedTuple):
 class BrainCore:
     """A core, the client of it, and its replica: what a `Member` talks to."""
 
-    info = None
+    info = SimpleNamespace(kv_handshake={})
     node = "here"
 
     def __init__(self, world: World, replica: int, name: str) -> None:

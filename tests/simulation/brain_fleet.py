@@ -47,8 +47,8 @@ class EventSupervisor:
         """Give a replica the newest weights at a time."""
         self._world.later(self._wait(at), _CatchUp(self._world, self._updates, member, fleet).begin)
 
-    def retire(self, member: Member) -> None:
-        """End a replica's engine."""
+    def retire(self, member: Member, *, answers_first: bool = False) -> None:
+        """End a replica's engine, which answers nothing more: its callers have to live with that, whatever is asked."""
         member.replica.end()
 
     def close(self) -> None:

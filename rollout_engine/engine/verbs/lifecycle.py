@@ -149,7 +149,7 @@ def _always(driver: EngineDriver, arguments: Arguments) -> bool:
     return True
 
 
-@VERBS.add(beside_steps=_always, public=False, combine=combine.nothing)
+@VERBS.add(public=False, combine=combine.nothing)
 def meet_kv_peers(driver: EngineDriver, peers: list[dict[str, str]], *, timeout: float | None = None) -> None:
     """Give the KV connector the metadata of those of the fleet's other engines; an engine without one ignores it."""
     if driver.executor.kv_link is not None:

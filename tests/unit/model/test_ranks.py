@@ -170,7 +170,9 @@ def test_shares_hold_every_row_once_at_panels_where_there_are_enough():
 def test_models_that_cannot_be_cut_are_refused_with_the_reason(architecture, overrides, num_ranks, match):
     module = tiny_model(architecture, attn_implementation=ATTENTION_NAME, **overrides)
     with pytest.raises(ConfigError, match=match):
-        cut_module(module, probe_geometry(module), SimpleNamespace(rank=0, num_ranks=num_ranks, splits_sums=False))
+        cut_module(
+            module, probe_geometry(module), SimpleNamespace(rank=0, num_ranks=num_ranks, splits_sums=False, pipe=None)
+        )
 
 
 @pytest.mark.parametrize("splits_sums", [False, True])
@@ -182,7 +184,7 @@ def test_all_ranks_together_hold_every_named_value_once(num_ranks, splits_sums):
     for rank in range(num_ranks):
         module = tiny_model("qwen3_moe", num_key_value_heads=4)
         whole = WeightTable.of(module)
-        seat = SimpleNamespace(rank=rank, num_ranks=num_ranks, splits_sums=splits_sums)
+        seat = SimpleNamespace(rank=rank, num_ranks=num_ranks, splits_sums=splits_sums, pipe=None)
         cut = cut_module(module, geometry, seat, keep_values=True)
         assert len(cut.columns) == (len(geometry) if splits_sums else 0)
         live = module.state_dict()
@@ -211,6 +213,6 @@ def test_pieces_of_a_region_are_found_wherever_they_are_cut(columns):
 
 def test_a_product_with_a_bias_is_cut_by_its_outputs_where_sums_are_split():
     module = tiny_model("llama", attention_bias=True)
-    seat = SimpleNamespace(rank=1, num_ranks=2, splits_sums=True)
+    seat = SimpleNamespace(rank=1, num_ranks=2, splits_sums=True, pipe=None)
     cut = cut_module(module, probe_geometry(module), seat)
     assert all("down_proj" in name for name in cut.columns) and any("o_proj.bias" in name for name in cut.shares)
