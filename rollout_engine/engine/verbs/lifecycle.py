@@ -145,10 +145,6 @@ def reset_prefix_cache(
     )
 
 
-def _always(driver: EngineDriver, arguments: Arguments) -> bool:
-    return True
-
-
 @VERBS.add(public=False, combine=combine.nothing)
 def meet_kv_peers(driver: EngineDriver, peers: list[dict[str, str]], *, timeout: float | None = None) -> None:
     """Give the KV connector the metadata of those of the fleet's other engines; an engine without one ignores it."""
