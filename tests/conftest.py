@@ -12,6 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    # Triton asks when it is first imported, and transformers, which modules of ours import, does that.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from rollout_engine.kernels.cpu.gemm import supports
 from rollout_engine.kernels.linear import _plan
 from rollout_engine.text.input_processor import InputProcessor
@@ -24,10 +28,6 @@ settings.load_profile("any speed")
 
 # A shell ignores SIGINT for what it runs in the background, and a child process inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-if not torch.cuda.is_available():
-    # Triton asks when it is first imported, and transformers does that before the tests of its kernels.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish():

@@ -71,6 +71,8 @@ class ExpertGroup:
         self._watched: dict[int, int] = {}
         """Descriptors of the other engines' processes, by rank."""
         self._on_broken: Callable[[str], object] = lambda reason: None
+        self._thread: threading.Thread | None = None
+        """The thread that serves."""
         memory.numbers[Field.PROCESS, rank] = os.getpid()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertGroup":
@@ -86,7 +88,7 @@ class ExpertGroup:
         """Take part in rounds from now on. `key`: a number for the live weights, the same in engines that have them."""
         self._key, self._serves = key, True
         self.waves.open(key)
-        start_thread(self._serve, name="expert-rounds")
+        self._thread = start_thread(self._serve, name="expert-rounds")
 
     def watch(self, on_broken: Callable[[str], object]) -> None:
         """Call `on_broken`, on any thread, with the reason when another engine of the group has ended."""
@@ -184,6 +186,8 @@ class ExpertGroup:
             time.sleep(_NAP)
         self.waves.leave()
         self._has_left.set()
+        if self._thread is not None:
+            self._thread.join(_LEAVE_SECONDS)
 
     def _pass_layer(self, layer: int, rows: Tensor, experts: Tensor) -> Tensor:
         phase = (self._round - 1) * len(self.layers) + layer

@@ -57,6 +57,8 @@ def make_group():
     yield make
     for group in ended:
         group._has_left.set()
+    for group in ended:
+        group._thread.join(SECONDS)
     for memory in memories:
         os.close(memory)
 

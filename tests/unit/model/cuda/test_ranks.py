@@ -212,6 +212,7 @@ def test_random_models_and_updates_in_flight_have_the_bits_of_one_device(engine,
 def test_weights_are_written_in_place_only_once_all_ranks_have_launched_their_steps():
     told = []
     team = object.__new__(RankTeam)
+    team.feed = None
     team._runs_ahead, team._tell, team.exchange = True, told.append, SimpleNamespace(meet=lambda: told.append("met"))
     for method in ("start_weights", "stage_weight", "pack_weights"):
         team._settle(method, inplace=False)
