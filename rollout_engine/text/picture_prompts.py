@@ -85,7 +85,7 @@ class PicturePrompts:
         """Read the images of a prompt, (field, image) each. Raises `RequestError` naming the field."""
         if not given:
             return []
-        self._require_served(given[0][0], given[0][1])
+        self._require_served(given[0][0])
         self._require_few(given[0][0], len(given))
         if self._codec is None:
             hint = 'Or give pictures that are processed already: {"prompt_token_ids": ..., "pictures": [...]}.'
@@ -183,7 +183,7 @@ class PicturePrompts:
         if not isinstance(pictures, list | tuple):
             raise RequestError.for_field("pictures", describe_image(pictures), "a list of PlacedPicture")
         if pictures:
-            self._require_served("pictures", pictures)
+            self._require_served("pictures")
             self._require_few("pictures", len(pictures))
         end = 0
         for index, each in enumerate(pictures):
@@ -239,13 +239,12 @@ class PicturePrompts:
             first += count
         return True
 
-    def _require_served(self, field: str, value: Any) -> None:
+    def _require_served(self, field: str) -> None:
         if self._info is None:
-            raise RequestError.for_field(field, describe_image(value), "absent: the model takes no pictures")
+            raise RequestError.for_field(field, "a picture", "absent: the model takes no pictures")
         if self._info.unsupported_reason:
-            raise RequestError.for_field(
-                field, describe_image(value), "absent: pictures are not served", self._info.unsupported_reason
-            )
+            reason = self._info.unsupported_reason
+            raise RequestError.for_field(field, "a picture", "absent: pictures are not served", reason)
 
     def _require_few(self, field: str, count: int) -> None:
         if count > self.max_pictures:
