@@ -19,7 +19,7 @@ class PipeLauncher(LocalLauncher):
         """Raises `ConfigError` as `LocalLauncher`."""
         self._plan = plan
         self._ends: dict[int, list[socket.socket]] = {rank: [] for rank in range(plan.num_ranks)}
-        """Of each rank that has not been started: the one before its stage first, then those behind it."""
+        """For each rank that was not started yet: the socket before its stage first, then those behind it."""
         super().__init__(plan.num_ranks, has_group=False, device=torch.device("cpu"))
 
     def start(self, settings: Sequence[RankSettings]) -> Iterator[Rank]:

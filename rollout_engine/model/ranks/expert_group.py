@@ -40,7 +40,7 @@ class RoundLayer(Protocol):
     """A mixture layer, as a round sees it."""
 
     dtype: torch.dtype
-    """Of rows."""
+    """Dtype of rows."""
 
     def compute(self, parts: list[Part]) -> None:
         """Write the outputs of the own experts for all engines' rows."""

@@ -17,9 +17,9 @@ class PipePlace(NamedTuple):
     """One rank's place."""
 
     team: SharedExchange
-    """Of all ranks."""
+    """The exchange of all ranks."""
     exchange: SharedExchange
-    """Of the ranks of this one's stage."""
+    """The exchange of the ranks of its stage."""
     pipe: Pipe
 
 

@@ -55,7 +55,7 @@ class StagePlan(NamedTuple):
     linears: dict[str, tuple[int, int]]
     """Name of a linear in a layer -> its features."""
     num_outputs: list[int]
-    """Of each layer, the length of the tuple that it returns; 0: a tensor."""
+    """Length of the tuple that each layer returns; 0: a tensor."""
 
 
 def plan_stages(module: PreTrainedModel, geometry: Sequence[LayerGeometry], num_stages: int) -> StagePlan:
@@ -183,7 +183,7 @@ class _FlowWatch:
         self.reason = ""
         """Why layers cannot be divided, as half a sentence."""
         self.num_outputs = [0] * len(layers)
-        """Of each layer, the length of the tuple that it returns; 0: a tensor."""
+        """Length of the tuple that each layer returns; 0: a tensor."""
         self._before: Tensor | None = None
         self._hooks: list[RemovableHandle] = []
         for index, layer in enumerate(layers):
