@@ -28,7 +28,7 @@ from sync.shared_files import try_lock
 logger = logging.getLogger("sync")
 
 FileStates: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
-"""Of each file its name, number, size, and the times of its contents and of its entry, in nanoseconds."""
+"""The name, number and size of each file, and the times of its contents and of its entry, in nanoseconds."""
 _LEASE_SECONDS = 10.0
 _MAX_DECODED = 32
 """Tensors whose decoded changes are kept: several threads each read one, piece by piece."""
