@@ -9,7 +9,7 @@ from rollout_engine.kv.connector import KVConnectorStats
 BLOCKS = {}
 """Name -> key -> bytes."""
 RELEASED = threading.Event()
-"""Lets connectors go on that hang."""
+"""Releases connectors that hang."""
 
 
 class Dict:

@@ -35,7 +35,7 @@ class Talks:
             thread.start()
 
     def wait_for(self, number):
-        """Wait until so many answers have arrived."""
+        """Wait until this number of answers has arrived."""
         deadline = time.monotonic() + 60
         while sum(map(len, self.answered)) < number and time.monotonic() < deadline:
             time.sleep(0.002)
