@@ -140,8 +140,10 @@ def test_all_end_with_the_owner_however_it_ends(end, stopped, tmp_path):
             supervisor.kill()
 
 
-def test_a_supervisor_that_is_killed_takes_the_program_along():
-    program = start("sh", "-c", "echo started; exec sleep 1000")
-    threading.Timer(0.2, program._supervisor.kill).start()
+def test_a_supervisor_that_is_killed_takes_the_program_along(tmp_path):
+    program = start("sh", "-c", f"echo started; touch {tmp_path}/it-runs; exec sleep 1000")
+    while not (tmp_path / "it-runs").exists():
+        time.sleep(0.01)
+    program._supervisor.kill()
     end = program.wait()
     assert end.status is None and end.output == "started\n"

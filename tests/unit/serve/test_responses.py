@@ -131,7 +131,8 @@ def test_words_are_streamed_with_their_log_probs(client):
     assert all(len(row["top_logprobs"]) == 2 for row in whole["logprobs"])
     [done] = [event for event in events if event["type"] == "response.output_text.done"]
     assert done["logprobs"] == whole["logprobs"]
-    assert sum((each["logprobs"] for each in deltas), []) == whole["logprobs"][:8]
+    streamed = sum((each["logprobs"] for each in deltas), [])
+    assert streamed in (whole["logprobs"][:8], whole["logprobs"])  # whether the end comes with the last words is chance
 
 
 def test_an_answer_that_is_cut_is_incomplete(client):
