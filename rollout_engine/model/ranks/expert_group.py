@@ -109,12 +109,14 @@ class ExpertGroup:
 
     def leave(self, *, keeps: bool, expects: bool) -> None:
         """End a step. `keeps`: other engines keep their weights until the next one; `expects`: it follows at once."""
-        self._finish()
-        if self._in_step:  # else it has closed
-            self._in_step, self._expects_step = False, expects
-            if not keeps:
-                self.waves.release()
-            self._turn.release()
+        try:
+            self._finish()
+        finally:  # a group that is broken ends too, and its thread waits for the turn
+            if self._in_step:  # else it has closed
+                self._in_step, self._expects_step = False, expects
+                if not keeps:
+                    self.waves.release()
+                self._turn.release()
         self.waves.set_work(expects)
 
     def rest(self) -> None:
