@@ -19,10 +19,10 @@ demo: .venv/examples
 docs: build/docs/installed
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --strict --quiet
 
-# Two at a time, file by file in their order: most tests wait, or keep one core busy. No long file is left for the end.
+# Three at a time, file by file in their order: half of a test's time is waiting. No long file is left for the end.
 # A test that hangs is shown and ends its process; the other process finishes. (xdist would wait for ever for a new one.)
 test: .venv/tests
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		--override-ini faulthandler_timeout=240 --max-worker-restart 0
 
 # At its end: what share of the lines ran, and the ten files with the smallest share.

@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import hashlib
 import os
 import signal
+from collections import defaultdict
 from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the hub, and one without a network would wait for it
@@ -28,6 +30,19 @@ settings.load_profile("any speed")
 
 # A shell ignores SIGINT for what it runs in the background, and a child process inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow all cases of a test but those that its mark `quick` leaves: some, the same ones on each day."""
+    cases = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) and not item.get_closest_marker("slow"):
+            cases[item.path, item.originalname, mark.args[0]].append(item)
+    for (_, _, number), some in cases.items():
+        # By digests, since neighbours in a list of cases are alike.
+        for item in sorted(some, key=lambda case: hashlib.sha256(case.name.encode()).digest())[number:]:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish():

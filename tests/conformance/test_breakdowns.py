@@ -59,6 +59,7 @@ STEPS = (
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("where, method", STEPS)
 def test_an_update_that_fails_at_any_step_ends(engine, some_of, where, method):
     version = engine.policy_version
@@ -73,6 +74,7 @@ def test_an_update_that_fails_at_any_step_ends(engine, some_of, where, method):
         engine.update_weights(weights(0), reset_version=True, version=version)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("where, method", [("core", "begin_update"), ("updater", "begin")])
 def test_an_update_by_calls_that_cannot_begin_leaves_none_open(engine, where, method):
     for error in ("RuntimeError", "MemoryError", "KeyboardInterrupt"):

@@ -33,6 +33,7 @@ def methods_of(client):
     }
 
 
+@pytest.mark.quick(2)
 def test_after_shutdown_every_method_raises_and_whoever_waits_is_told(kind, config):
     with CLIENTS[kind](config) as client, ThreadPoolExecutor(2) as pool:
         engine = LLMEngine.from_client(client)

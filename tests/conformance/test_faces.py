@@ -120,6 +120,7 @@ def test_no_face_waits_for_ever_while_paused(engine):
     engine.resume_generation()
 
 
+@pytest.mark.quick(2)
 def test_the_asynchronous_face_gives_the_same(kind, config, engine, same, expected):
     """Over a client of its own; one that its caller turns is refused, since a loop has no thread to lend."""
     with CLIENTS[kind](config) as client:

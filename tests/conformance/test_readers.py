@@ -37,6 +37,7 @@ async def firsts(generators):
     return await asyncio.gather(*(anext(generator) for generator in generators))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("order", ["dropped first", "closed first"])
 def test_generators_of_closed_loops_are_aborted_and_forgotten(engine, face, order):

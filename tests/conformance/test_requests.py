@@ -69,6 +69,7 @@ def test_every_kind_of_prompt_gives_the_same(engine, same, prompt):
     same(told(last_of(engine, prompt, SHORT)))
 
 
+@pytest.mark.quick(21)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=list(PARAMS))
 def test_every_sampling_parameter_gives_the_same(engine, same, params):
     same(told(last_of(engine, "hello", SamplingParams(**{"max_tokens": 16, "logprobs": 0} | params))))
@@ -196,6 +197,7 @@ def test_what_the_core_refuses_is_an_error_of_the_request_that_leaves_nothing(en
     bring_back(engine)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_a_pause_ends_finishes_or_freezes_what_is_in_flight(engine, mode):
     params = ENDLESS if mode != "wait" else SamplingParams(max_tokens=300, ignore_eos=True, seed=3)
@@ -222,6 +224,7 @@ def num_sampled(engine):
     return engine.stats.num_tokens_sampled
 
 
+@pytest.mark.quick(2)
 def test_a_frozen_request_goes_on_to_the_tokens_it_would_have_had(engine):
     params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, logprobs=0)
     whole = told_of_sample(last_of(engine, "hello", params).outputs[0])

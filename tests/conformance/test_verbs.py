@@ -23,11 +23,13 @@ def test_every_verb_has_a_scenario_and_every_scenario_is_a_verbs():
     assert set(SCENARIOS) == set(VERBS)
 
 
+@pytest.mark.quick(27)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_does_the_same_over_every_client(engine, same, verb):
     same(SCENARIOS[verb].play(engine))
 
 
+@pytest.mark.quick(70)
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.crosses])
 def test_an_argument_of_another_type_is_refused_by_the_name_of_its_verb(engine, verb):
     needed = SCENARIOS[verb].arguments
@@ -38,6 +40,7 @@ def test_an_argument_of_another_type_is_refused_by_the_name_of_its_verb(engine, 
             call(engine, verb, **arguments)
 
 
+@pytest.mark.quick(70)
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.public])
 def test_an_argument_that_no_method_has_is_refused_with_the_nearest(engine, verb):
     nearest = "Did you mean 'timeout'" if "timeout" in VERBS[verb].signature.parameters else "Known: "
@@ -98,6 +101,7 @@ def test_a_pause_that_waits_is_called_off_by_a_resume(engine):
         step_further(engine)
 
 
+@pytest.mark.quick(2)
 def test_a_slow_call_is_late_and_goes_on_while_one_that_has_not_begun_never_will(engine, tmp_path):
     gate = tmp_path / "gate"
     (before,) = engine.collective_rpc("count")

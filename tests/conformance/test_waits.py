@@ -146,6 +146,7 @@ LATE = {
 """By the name of the verb: calls that are late, and leave nobody waiting. Others are late behind what does not end."""
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_call_that_is_late_leaves_nobody_waiting(engine, tmp_path, verb):
     if not VERBS[verb].crosses and not in_process(engine):
@@ -167,6 +168,7 @@ def test_an_update_behind_what_does_not_end_is_late(engine, tmp_path):
     assert engine.policy_version == version and nobody_waits(engine)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "verb, arguments", [("wait_for_requests_to_drain", {"drain_timeout": 300}), ("pause_generation", {"mode": "wait"})]
 )

@@ -32,6 +32,7 @@ def digest(engine):
     return engine.collective_rpc("get_weight_digest")[0]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_new_weights_serve_and_what_is_in_flight_keeps_waits_or_ends(engine, same, mode, staging):
@@ -75,6 +76,7 @@ def test_an_update_with_few_changes_sends_those_and_brings_all(engine, same):
     same([whole.digest, sizes, told(last_of(engine, "hello", SHORT))])
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("kind_of_source", ["dict", "iterator", "checkpoint", "store", "part"])
 def test_every_kind_of_source_brings_the_same_weights(engine, same, tmp_path, kind_of_source):
     new, version = weights(1), engine.policy_version + 3
@@ -90,6 +92,7 @@ def test_every_kind_of_source_brings_the_same_weights(engine, same, tmp_path, ki
     same([report.digest, told(last_of(engine, "hello", SHORT))])
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(
     "change, options, error, match",
     [
@@ -121,6 +124,7 @@ def test_an_older_version_is_refused_and_the_same_again_is_no_update(engine):
     assert (again.num_bytes, again.digest) == (0, report.digest)
 
 
+@pytest.mark.quick(1)
 def test_requests_that_do_not_finish_in_time_go_on_under_the_old_weights(engine):
     version = engine.policy_version
     with in_flight(engine):

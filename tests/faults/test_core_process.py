@@ -70,6 +70,7 @@ def test_a_killed_core_and_a_stopped_one_fail_their_own_requests_and_no_others(c
         wait_gone(stopped_pid, stopped.address, 60)
 
 
+@pytest.mark.slow
 def test_a_core_told_to_end_gives_out_what_it_has_and_ends_once(checkpoint):
     with AsyncLLM(checkpoint, **OPTIONS) as engine:
         process = psutil.Process(engine.frontend.client.pid)

@@ -17,6 +17,7 @@ def engine(checkpoint):
         yield engine
 
 
+@pytest.mark.slow
 def test_every_caller_hears_of_a_killed_core_in_time(checkpoint):
     leftovers = Leftovers()
     death = kill_core(checkpoint, at_output=100, num_callers=32, number=signal.SIGKILL, hang_seconds=600.0)

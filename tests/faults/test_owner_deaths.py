@@ -38,6 +38,7 @@ def start_in_fork(config):
     return owner, int(pid), directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [

@@ -189,6 +189,7 @@ def throw_at_ports(process, choose):
                     stranger.sendall(choose.randbytes(choose.choice([0, 1, 8, 100, 5000])))
 
 
+@pytest.mark.slow
 def test_no_pickle_in_a_file_of_weights_is_unpickled(engine, tmp_path, canary):
     weights = {"a": torch.ones(4), "b": torch.ones(3)}
     sync.publish(tmp_path / "good", weights, 1)

@@ -166,6 +166,7 @@ def test_every_request_is_refused_at_the_door_or_answered_whole(engine):
     assert num_refused > len(given) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_pairs", [4, pytest.param(40, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)]
 )

@@ -128,6 +128,7 @@ def test_what_the_howtos_add_is_formatted_like_the_rest(copy):
         assert ran.returncode == 0, ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOWTOS)
 def test_what_a_howto_adds_works(outcomes, name):
     cases, output = outcomes
@@ -136,11 +137,13 @@ def test_what_a_howto_adds_works(outcomes, name):
     assert found["passed"] and not found["failure"] + found["error"], f"{module}, {part}: {found}\n{output[-8000:]}"
 
 
+@pytest.mark.slow
 def test_nothing_that_the_page_has_run_fails(outcomes):
     cases, output = outcomes
     assert not [case for case in cases if case[2] in ("failure", "error")], output[-8000:]
 
 
+@pytest.mark.slow
 def test_the_messages_have_a_new_number_where_their_fields_have_changed(copy, outcomes):
     assert all(WRITE in HOWTOS[name].commands for name in ("verb", "option", "sampling parameter", "metric"))
     kept = [root / "tests/contract/messages.json" for root in (ROOT, copy)]

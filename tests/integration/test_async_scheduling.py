@@ -73,6 +73,7 @@ def told(outputs):
     ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_every_kind_of_request_gets_the_same_bits(pair, kind):
     params = SamplingParams(**{"max_tokens": 24, "logprobs": 0, "seed": 11} | REQUESTS[kind])

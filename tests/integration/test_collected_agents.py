@@ -84,6 +84,7 @@ def test_without_staleness_every_token_is_of_the_live_weights(policy):
     assert versions == [{0}, {1}, {2}]
 
 
+@pytest.mark.slow
 def test_a_group_that_is_too_old_is_played_again_from_its_seeds(policy):
     may_end, begun = threading.Event(), []
 

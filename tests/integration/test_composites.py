@@ -71,6 +71,7 @@ SERVED = [
 ]
 
 
+@pytest.mark.quick(1)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
 def test_text_is_equal_to_the_whole_models_and_to_the_exact_trainers_bits(tmp_path, kind):

@@ -180,6 +180,7 @@ def not_a_number():
     return state
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "source",
     [
@@ -219,6 +220,7 @@ def test_updates_of_both_models_go_on_beside_each_other(make_llm):
     assert accepted(llm)[1] > 0.95
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [dict(mode="wait"), dict(kv="recompute"), dict(merge=False)])
 def test_options_that_a_draft_model_has_no_use_for_are_refused(make_llm, options):
     with pytest.raises(WeightUpdateError, match=r"draft=True.*does not go|does not go with draft=True"):

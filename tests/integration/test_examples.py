@@ -102,6 +102,7 @@ def test_grpo_agrees_with_the_trainer_at_every_step(first_step):
     assert [row["max_logprob_diff"] for row in first_step[1]] == [0.0] * 2
 
 
+@pytest.mark.slow
 def test_grpo_says_what_rollouts_and_training_took(first_step):
     rows = first_step[1]
     assert all(row["rollout_seconds"] > 0 and row["training_seconds"] > 0 for row in rows)
@@ -194,6 +195,7 @@ def test_ppo_makes_its_own_policy(tmp_path):
     assert (tmp_path / "policy" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_distill_scores_and_trains_in_both_ways(tmp_path):
     torch.set_num_threads(1)
     options = ["--steps", "1", "--warm-up-steps", "4", "--teacher-steps", "4", "--out", str(tmp_path)]

@@ -97,6 +97,7 @@ def fresh(sources):
     return find
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", FIELDS)
 def test_an_update_gives_the_weights_and_samples_of_a_fresh_load(served, sources, fresh, architecture, dtype):

@@ -46,6 +46,7 @@ def states_of(trainer, token_ids):
         return trainer.base_model(torch.tensor([token_ids])).last_hidden_state[0].float().numpy()
 
 
+@pytest.mark.quick(2)
 def test_states_are_those_of_the_trainer_at_the_positions_before(llm, trainer):
     for output in llm.generate(PROMPTS, PARAMS.clone(n=2), use_tqdm=False):
         prompt = output.prompt_token_ids

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import cache
 
 import pytest
 
@@ -57,38 +58,41 @@ def result(work):
 
 @pytest.fixture(scope="module")
 def undisturbed(run, tmp_path_factory):
-    """Verb -> (rows, number of writes, groups delivered) of a run that was not killed."""
-    made = {}
-    for verb in VERBS:
+    """A function of the verb: (rows, number of writes, groups delivered) of a run that was not killed."""
+
+    @cache
+    def play(verb):
         work = tmp_path_factory.mktemp(verb)
         assert run(work, verb) == 0
-        made[verb] = result(work)
-    return made
+        return result(work)
+
+    return play
 
 
 def check(run, undisturbed, work, verb, kill_at, engine=""):
-    expected, _, num_delivered = undisturbed[verb]
+    expected, _, num_delivered = undisturbed(verb)
     assert run(work, verb, kill_at, engine) == -9
     assert run(work, verb, engine=engine) == 0
     rows, _, delivered = result(work)
     assert rows == expected and delivered == num_delivered
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [pytest.param(each, marks=[pytest.mark.slow] * (each != "rollout")) for each in VERBS])
 def test_rows_after_a_kill_are_those_of_an_undisturbed_run(run, undisturbed, tmp_path, verb):
-    num_writes = undisturbed[verb][1]
+    num_writes = undisturbed(verb)[1]
     for place in (0.35, 0.8):
         check(run, undisturbed, tmp_path / f"{place}", verb, 1 + int(place * num_writes))
 
 
+@pytest.mark.slow
 def test_the_writes_are_two_hundred(undisturbed):
-    assert sum(num_writes for _, num_writes, _ in undisturbed.values()) >= 200
+    assert sum(undisturbed(verb)[1] for verb in VERBS) >= 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_rows_are_the_same_whichever_write_is_the_last(run, undisturbed, tmp_path, verb):
-    for kill_at in range(1, undisturbed[verb][1] + 1):
+    for kill_at in range(1, undisturbed(verb)[1] + 1):
         check(run, undisturbed, tmp_path / f"{kill_at}", verb, kill_at)
 
 
@@ -102,7 +106,7 @@ def test_a_killed_trainer_with_engines_of_their_own_has_the_same_rows(run, undis
 
 @pytest.mark.slow
 def test_a_trainer_whose_engine_is_killed_continues_with_another(checkpoint, undisturbed, tmp_path):
-    expected, _, num_delivered = undisturbed["collect"]
+    expected, _, num_delivered = undisturbed("collect")
     found, num_dead = [], 0
     while True:
         with RolloutPolicy(AsyncLLM(checkpoint, **OPTIONS)) as policy:

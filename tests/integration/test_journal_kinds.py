@@ -121,6 +121,7 @@ def play(policy, kind, teacher, journal, batches):
     batches.append(policy.rollout(None, PARAMS, env=env, **options, **options_of(kind, teacher)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", [collect, play])
 def test_rows_after_a_kill_are_those_of_an_undisturbed_run(new_policy, teacher, tmp_path, run, kind):

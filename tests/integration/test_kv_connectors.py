@@ -72,6 +72,7 @@ def test_a_second_engine_computes_at_most_a_block_of_a_known_prompt(checkpoint, 
     assert counters.kv_tier.num_loaded == 127 and counters.kv_tier.num_refused == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -97,6 +98,7 @@ def test_every_kind_of_cache_comes_back_to_the_bit(checkpoint, tmp_path, archite
     assert counters.kv_tier.num_loaded >= 9 and counters.num_prompt_tokens_computed <= BLOCK
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", [{"async_scheduling": True}, {"quantization": "int8"}, {"deterministic": False}])
 def test_other_ways_to_compute_have_kv_of_their_own(checkpoint, tmp_path, options):
     directory = checkpoint()
@@ -217,6 +219,7 @@ def test_drafted_tokens_and_routed_experts_go_with_a_connector(checkpoint, tmp_p
     assert np.array_equal(found.outputs[0].routed_experts, alone.outputs[0].routed_experts)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["Raising", "Short", "Mixing", "Nothing", "NeverFetched", "Hanging"])
 def test_a_connector_that_is_no_good_costs_a_computation(checkpoint, monkeypatch, kind):
     monkeypatch.setattr(kv_link, "CALL_SECONDS", 0.3)

@@ -209,6 +209,7 @@ def test_a_missing_checkpoint_and_a_misspelt_option_are_refused(tmp_path):
         LLM(tmp_path, max_num_seq=4)
 
 
+@pytest.mark.slow
 def test_start_up_is_frozen_out_of_garbage_collection_until_shutdown(checkpoint, monkeypatch):
     monkeypatch.setattr("rollout_engine.engine.local_client.gc", gc)
     gc.unfreeze()

@@ -68,6 +68,7 @@ def test_rollout_score_and_trainer_agree_bit_for_bit(policy, checkpoint, dtype):
         assert torch.equal(policy.score(batch, temperature), batch["log_probs", "full"])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_whole_batch_brings_its_temperature_and_layout(policy, checkpoint, dtype, layout):
     trainer = trainer_for(checkpoint, dtype)

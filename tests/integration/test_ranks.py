@@ -107,6 +107,7 @@ def whole(checkpoint):
         yield engine
 
 
+@pytest.mark.slow
 def test_hidden_states_of_ranks_change_no_token(engine, whole):
     params = SAMPLED.clone(return_hidden_states="all")
     found, expected = (each.generate(PROMPTS, params, use_tqdm=False) for each in (engine, whole))

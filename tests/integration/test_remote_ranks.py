@@ -119,6 +119,7 @@ def test_ranks_elsewhere_save_their_parts_for_ranks_here(elsewhere, monkeypatch,
     assert samples[0] == samples[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("idle", marks=pytest.mark.slow), "in a step"])
 def test_a_rank_that_ends_ends_the_engine_and_is_named(elsewhere, checkpoint, when):
     engine = started(checkpoint, 2)

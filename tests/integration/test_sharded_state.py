@@ -120,6 +120,7 @@ def test_a_mixture_on_four_ranks_gives_the_bits_of_its_engine(tmp_path):
         assert found_of(engine) == expected
 
 
+@pytest.mark.slow
 @needs_ranks
 def test_each_file_has_the_rows_of_its_rank_alone(of_two):
     parts = [load_file(of_two / f"rank-{rank}-of-2.safetensors") for rank in range(2)]
@@ -250,6 +251,7 @@ def test_files_of_a_bounded_size_hold_the_same_weights(checkpoint, of_one, tmp_p
         load(tmp_path / "state")
 
 
+@pytest.mark.slow
 @needs_ranks
 def test_ranks_write_files_of_a_bounded_size(cut_engine, tmp_path):
     cut_engine.save_sharded_state(tmp_path / "state", max_size=20_000)

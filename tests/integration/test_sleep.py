@@ -87,6 +87,7 @@ def reset_running(llm):
     assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "interrupt", [pause_and_resume, pause_clearing_the_cache, sleep_and_wake, sleep_deeply_and_update, reset_running]
 )
@@ -179,6 +180,7 @@ def test_a_refused_update_returns_to_the_state_before(llm):
     assert_same(generate(llm), expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_returns_memory_to_the_system(wide_checkpoint, level):
     with LLM(wide_checkpoint, kv_cache_bytes=64 * MIB) as llm:

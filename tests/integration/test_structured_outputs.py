@@ -243,6 +243,7 @@ def test_a_form_that_is_complete_too_soon_fails_its_request_with_the_reason(llm)
     assert second.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_log_of_samples_with_forms_is_made_again_bit_for_bit(checkpoint, tmp_path):
     options = dict(dtype="float32", num_kv_blocks=1024, max_model_len=256)
     with RolloutPolicy.from_pretrained(checkpoint, **options) as policy:

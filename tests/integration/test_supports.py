@@ -65,6 +65,7 @@ def assert_exact(trainer, batch, **options):
     assert report.is_exact and report.num_tokens == int(batch["masks", "all_assistant_mask"].sum()) > 0, str(report)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(
     "more",

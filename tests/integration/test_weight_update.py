@@ -30,6 +30,7 @@ def updater(llm):
     return llm.frontend.client.driver.executor.updater
 
 
+@pytest.mark.quick(1)
 def test_an_update_gives_the_samples_of_an_engine_that_loaded_those_weights(engine_and_kind, tmp_path):
     llm, trainer = engine_and_kind
     first = samples(llm)
@@ -42,6 +43,7 @@ def test_an_update_gives_the_samples_of_an_engine_that_loaded_those_weights(engi
     assert samples(llm) == first
 
 
+@pytest.mark.quick(2)
 def test_a_refused_update_leaves_weights_and_samples_as_they_were(engine_and_kind):
     llm, trainer = engine_and_kind
     llm.update_weights(trainer(1))
@@ -54,6 +56,7 @@ def test_a_refused_update_leaves_weights_and_samples_as_they_were(engine_and_kin
     assert llm.update_weights(trainer(1), version=1).num_tensors == 0  # these very weights are live
 
 
+@pytest.mark.quick(2)
 def test_samples_do_not_change_while_an_update_is_staged_and_verified(engine_and_kind):
     llm, trainer = engine_and_kind
     before, trace = samples(llm), []
@@ -66,6 +69,7 @@ def test_samples_do_not_change_while_an_update_is_staged_and_verified(engine_and
     assert samples(llm) != before
 
 
+@pytest.mark.quick(1)
 def test_every_token_of_a_run_under_updates_is_some_versions_own(engine_and_kind):
     """Updates come from another thread while the engine steps; each step's log-probs are one version's."""
     llm, trainer = engine_and_kind
@@ -122,6 +126,7 @@ def test_live_weights_can_be_read_after_an_update(engine_and_kind):
     assert all(torch.equal(updater(llm).values(name), tensor) for name, tensor in source.state_dict().items())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
 def test_a_partial_update_gives_the_samples_of_a_whole_one(engine_and_kind, staging):
     llm, trainer = engine_and_kind

@@ -151,6 +151,7 @@ def test_the_perfect_opponent_punishes_one_mistake():
     assert not any(wins(load("two_player").perfect, first_moves=[3, 6, 7, 10, 13]))
 
 
+@pytest.mark.slow
 def test_reading_digits_is_exact_and_keeps_its_pictures(tmp_path):
     rows = load("read_digits").main(["--steps", "1", "--out", str(tmp_path)])
     assert [row["max_logprob_diff"] for row in rows] == [0.0, 0.0]

@@ -111,6 +111,7 @@ def run_round(directory, trainer, rng, *, compiled=None, **overrides):
     return mismatches(outputs, trainer, temperature)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_tokens", [500, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("architecture", "dtype"), CASES)
 def test_no_bit_differs_from_the_trainer(checkpoint, some_of, architecture, dtype, num_tokens):
@@ -124,6 +125,7 @@ def test_no_bit_differs_from_the_trainer(checkpoint, some_of, architecture, dtyp
     assert wrong == 0, f"{wrong} of {compared} log-probs differ"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 )
@@ -131,6 +133,7 @@ def test_no_bit_differs_in_other_architectures(checkpoint, architecture):
     compare_once(checkpoint(architecture, **SIZES[architecture]), architecture)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -193,6 +196,7 @@ def test_no_bit_differs_where_head_and_draws_run_over_pieces(checkpoint, dtype, 
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("names", ["the module's", "the checkpoint's"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_an_update_reaches_every_expert(checkpoint, architecture, names, tmp_path):

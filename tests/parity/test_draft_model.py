@@ -74,6 +74,7 @@ def run_round(directory, draft_model, rng, num_rounds=4, num_ranks=1):
     return num_tokens, drafted, accepted
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("architecture", "dtype", "kind"),
     [
@@ -110,6 +111,7 @@ def test_a_draft_model_changes_nothing_in_many_tokens(checkpoint, drafter, archi
         num_tokens += run_round(checkpoint(architecture, dtype), draft_model, rng)[0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_copy_of_the_model_drafts_the_very_tokens(checkpoint, drafter, temperature):
     """At temperature 1 too, over some 250 tokens of almost equal probability: it draws with the same numbers."""

@@ -39,11 +39,13 @@ def directory_of(checkpoint, architecture, dtype=torch.float32):
     return checkpoint(architecture, dtype, **HYBRID_SIZES[architecture])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_tokens_and_log_probs_are_those_of_transformers(checkpoint, architecture):
     assert_transformers_tokens(directory_of(checkpoint, architecture), architecture)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
@@ -55,6 +57,7 @@ def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
     assert wrong == 0, f"{wrong} of {compared} log-probs differ"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_chunks_of_prompts_change_no_bit(checkpoint, architecture):
     directory, found = directory_of(checkpoint, architecture), []

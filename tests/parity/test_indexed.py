@@ -53,6 +53,7 @@ def test_tokens_and_log_probs_are_those_of_transformers(checkpoint, architecture
     assert_transformers_tokens(directory_of(checkpoint, architecture), architecture)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @ARCHITECTURES
 def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):

@@ -40,6 +40,7 @@ def runner_of(llm):
     return llm.frontend.client.driver.executor.worker.runner
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("architecture", "dtype"), CASES, ids=str)
 def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
     directory = checkpoint(architecture, dtype, **DENSE)

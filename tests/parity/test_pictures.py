@@ -151,6 +151,7 @@ def generate(engine, weights, rng, prefix, requests, counts, num_updates):
     return outputs
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("family", "dtype"), QUICK, ids=str)
 def test_no_bit_differs_from_the_trainer(weights_of, family, dtype):
     counts, rng = Counter(), random.Random(f"{family} {dtype}")

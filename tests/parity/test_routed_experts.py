@@ -45,6 +45,7 @@ def assert_true(trainer, outputs):
             assert np.array_equal(sample.routed_experts, expected)
 
 
+@pytest.mark.quick(1)
 def test_they_are_the_trainers_over_chunks_prefix_hits_and_preemption(directory):
     trainer = trainer_of(directory)
     with LLM(str(directory), log_stats=False, max_num_batched_tokens=33, num_kv_blocks=25) as llm:
@@ -59,6 +60,7 @@ def test_they_are_the_trainers_over_chunks_prefix_hits_and_preemption(directory)
         assert_true(trainer, [output])
 
 
+@pytest.mark.quick(1)
 def test_drafted_tokens_have_the_experts_that_they_have_without(directory):
     with LLM(str(directory), log_stats=False, speculation=SpeculationConfig()) as llm:
         core = llm.frontend.client.driver.core
@@ -69,6 +71,7 @@ def test_drafted_tokens_have_the_experts_that_they_have_without(directory):
     assert_true(trainer_of(directory), outputs)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_tokens_before_an_update_keep_the_experts_of_the_version_that_made_them(directory, kv):
     before, after = trainer_of(directory), trainer_of(directory)
@@ -99,6 +102,7 @@ def test_a_dense_model_refuses_to_return_them(checkpoint):
             ask(llm)
 
 
+@pytest.mark.quick(2)
 def test_steps_in_which_nobody_asks_record_nothing(directory, monkeypatch):
     def refuse(model):
         raise AssertionError("it records")

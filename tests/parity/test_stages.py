@@ -91,6 +91,7 @@ def story(llm, architecture, fields):
     return found
 
 
+@pytest.mark.quick(1)
 @every_case
 def test_stages_say_what_one_process_says(tmp_path, case):
     architecture, num_stages, num_ranks, given = CASES[case]

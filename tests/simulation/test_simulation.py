@@ -51,6 +51,7 @@ def test_a_seed_replays_to_the_same_line(carriers, some_of):
     assert Run(0).go(carriers).digest() != Run(1).go(carriers).digest()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what in RARE)) for what in FAULTS])
 def test_a_fault_that_is_put_back_is_found(what, carriers, monkeypatch):
     FAULTS[what](monkeypatch)

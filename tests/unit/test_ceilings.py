@@ -30,6 +30,7 @@ def test_dimensions_of_a_mixture_count_the_experts_that_a_step_reads(tmp_path):
     assert dims.experts.num_active(1) == pytest.approx(2) and dims.experts.num_active(1000) == pytest.approx(8)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "glm4_moe_lite", "gemma4_text", "mimo_v2_flash"])
 def test_kv_bytes_of_a_token_are_those_of_the_pool(tmp_path, architecture):
     dims = dimensions_of(tmp_path / "config", architecture, **SIZES[architecture])

@@ -353,6 +353,7 @@ def test_doctor_says_what_to_do_without_a_compiler(capsys, monkeypatch):
     assert "Install no-such-compiler (" in printed and "No such file or directory: 'no-such-compiler'" in printed
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path):
     read, write = os.pipe()
     os.close(read)

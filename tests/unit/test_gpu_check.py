@@ -34,6 +34,7 @@ def here(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @without_device
 @pytest.mark.parametrize("target", ["test-gpu", pytest.param("bench-gpu", marks=pytest.mark.slow)])
 def test_a_target_of_make_without_a_device_fails_with_one_sentence_and_writes_nothing(here, target):

@@ -18,6 +18,7 @@ ARCHITECTURES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick(1)
 @ARCHITECTURES
 def test_every_position_of_every_prompt_says_the_version(architecture, tied, dtype):
     model = tiny_model(architecture, tie_word_embeddings=tied, dtype=dtype)
@@ -28,6 +29,7 @@ def test_every_position_of_every_prompt_says_the_version(architecture, tied, dty
             assert said.tolist() == [spelled_token(version)] * len(prompt), (version, prompt[:10])
 
 
+@pytest.mark.quick(1)
 @ARCHITECTURES
 def test_one_parameter_of_another_version_makes_it_say_something_else(architecture, tied, dtype):
     model = tiny_model(architecture, tie_word_embeddings=tied, dtype=dtype)

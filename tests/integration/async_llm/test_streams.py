@@ -45,6 +45,7 @@ async def anext_forever(generator):
         pass
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "params",
     [
@@ -114,6 +115,7 @@ def test_abort_ends_a_request_with_what_it_had(engine, last_of, until_computing)
     assert all(sample.token_ids for sample in result.outputs)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["cancel", "break", "drop", "aclose"])
 def test_leaving_a_generator_aborts_its_request(engine, how, collect):
     async def leave():

@@ -73,6 +73,7 @@ def test_requests_get_what_they_get_in_process(remote, llm, last_of, assert_same
     assert metrics.arrival_time <= metrics.scheduled_time <= metrics.finished_time
 
 
+@pytest.mark.slow
 def test_several_clients_share_a_core_and_leave_it_running(remote, address, key_file, last_of):
     async def both(other):
         return await asyncio.gather(*(last_of(engine, [5, 6], PARAMS) for engine in (remote, other)))
@@ -182,6 +183,7 @@ def test_a_core_whose_interpreter_is_held_is_alive(checkpoint, options, last_of)
         process.end(kill=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "arguments,problem",
     [

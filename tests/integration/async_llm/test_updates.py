@@ -39,6 +39,7 @@ def test_names_of_other_checkpoints_of_the_model_are_taken(engine, expected):
         assert asyncio.run(engine.update_weights(weights | stray)).digest == expected[seed][0]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transport", [None, "shm", "store", "gloo"])
 def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_of, expected, transport):
     async def run():

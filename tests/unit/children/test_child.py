@@ -87,6 +87,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
 @pytest.mark.parametrize("word", ["stop", "hold"])
 def test_a_child_that_is_stopped_or_held_in_native_code_goes_with_its_owner_and_all_that_it_has_started(word):

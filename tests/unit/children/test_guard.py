@@ -33,6 +33,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_groups_end_with_their_owner(end):
     command = [sys.executable, "-c", OWNER]

@@ -47,6 +47,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("state", ["in C", "stopped"])
 def test_a_child_ends_with_its_parent_and_not_with_the_thread_that_started_it(state):
     command = [sys.executable, "-c", PARENT, CHILD, state]

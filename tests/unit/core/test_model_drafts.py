@@ -59,6 +59,7 @@ def check(rig):
     rig.model._model.check_integrity()
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("num_draft_blocks", [200, 9, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, some_of, shape, num_draft_blocks):
@@ -83,6 +84,7 @@ def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, so
     assert rig.model._model._free == [] or len(rig.model._model._free) == num_draft_blocks
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("num_spare_slots", [1, 6, 40])
 @pytest.mark.parametrize("shape", ["roomy", "tiny pool"])
 def test_random_operations_with_a_draft_model_of_a_policy_that_keeps_states(

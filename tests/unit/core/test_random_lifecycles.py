@@ -152,6 +152,7 @@ class Lifecycles(RuleBasedStateMachine):
             assert {name: str(value) for name, value in vars(self.lifecycle).items()} == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_state_slots", [0, 5, 12])
 def test_any_order_of_verbs_ends_every_request_once_and_leaks_nothing(make_rig, some_of, num_state_slots):
     chosen = settings(

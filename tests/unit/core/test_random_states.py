@@ -33,6 +33,7 @@ def few_scored_tokens(monkeypatch):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spare", SPARE)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,6 +43,7 @@ def test_random_operations_on_states_give_every_sequence_its_own_tokens(make_rig
     assert {end.finish_reason for end in rig.ends.values()} >= {"stop", "length"}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spare", SPARE)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -54,6 +56,7 @@ def test_random_drafts_on_states_give_every_sequence_its_own_tokens(make_rig, so
     assert shape == "small budget" or sum(drafts.num_drafted) > sum(drafts.num_accepted) > 0
 
 
+@pytest.mark.quick(1)
 def test_the_operations_reach_all_that_is_done_with_states(make_rig):
     rig = make_rig(**sizes_of("tiny pool", "many"))
     run(rig, "coverage", 1_000)

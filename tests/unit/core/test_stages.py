@@ -77,6 +77,7 @@ def test_a_single_sequence_is_in_one_step_at_a_time(make_staged):
     rig.assert_clean()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_give_every_sequence_its_own_tokens(make_staged, monkeypatch, some_of, shape):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)

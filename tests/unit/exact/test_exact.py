@@ -24,6 +24,7 @@ ROUND_OFF = [
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("architecture", "dtype", "atol", "grad_error"), ROUND_OFF)
 def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(architecture, dtype, atol, grad_error):
     reference = tiny_model(architecture, dtype=dtype, attn_implementation="eager", **EXPERTS).requires_grad_(True)

@@ -20,6 +20,7 @@ def quantised(tmp_path):
     return tmp_path / "quantised"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rollout_and_its_trainer_agree_to_the_bit(quantised, dtype):
     trainer = exact.load(quantised, getattr(torch, dtype))

@@ -73,6 +73,7 @@ def test_values_are_those_of_transformers(family, source_of):
     torch.testing.assert_close(values, expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", named(FAMILIES))
 @torch.no_grad()

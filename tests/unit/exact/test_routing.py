@@ -48,6 +48,7 @@ def same(one, two):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_with_the_same_weights_a_replay_changes_no_bit_of_logits_and_gradients(architecture):
     model = make(architecture)
@@ -61,6 +62,7 @@ def test_with_the_same_weights_a_replay_changes_no_bit_of_logits_and_gradients(a
         assert same(gradients(model), before)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize(
     "architecture", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text_experts", "deepseek_v3", "longcat_flash"]

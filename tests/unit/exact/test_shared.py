@@ -43,6 +43,7 @@ def apart(monkeypatch):
     return lambda: monkeypatch.setattr(exact_trainer, "shares_prefixes", lambda model: False)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_log_probs_have_the_bits_of_rows_apart(architecture, dtype, groups, apart):

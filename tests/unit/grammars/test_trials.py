@@ -51,6 +51,7 @@ def test_a_grammar_that_takes_hours_is_refused_and_the_next_one_is_not(trials):
     assert "takes" in refusal(trials, ENDLESS)  # at once: it is known
 
 
+@pytest.mark.slow
 def test_a_forked_child_tries_in_a_process_of_its_own(trials):
     trials.require(GOOD)
     [process] = trials._process._processes
@@ -71,6 +72,7 @@ def test_other_hostile_grammars_are_refused(trials, given):
     assert "must be a grammar that can be compiled" in refusal(trials, given)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "given, reason",
     [
@@ -120,6 +122,7 @@ def test_many_threads_share_one_process(trials):
     assert not problems and len(trials._process._processes) == 1
 
 
+@pytest.mark.slow
 def test_a_trial_that_the_end_of_the_engine_interrupts_says_so(trials):
     reading, may_read, found = threading.Event(), threading.Event(), []
 

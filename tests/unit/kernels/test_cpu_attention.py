@@ -110,6 +110,7 @@ def test_values_are_those_of_plain_attention(shape, params, dtype):
     torch.testing.assert_close(lse.double(), expected_lse, atol=5e-6, rtol=2e-6)
 
 
+@pytest.mark.quick(49)
 @DTYPES
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize(("shape", "params"), SHAPES)

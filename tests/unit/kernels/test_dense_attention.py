@@ -117,6 +117,7 @@ def test_gradients_do_not_depend_on_threads_or_on_what_stands_beside_them(implem
             start += length
 
 
+@pytest.mark.quick(2)
 @pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_any_shape_are_those_of_the_twin(dtype):

@@ -116,6 +116,7 @@ def _masks(n, vocab_size, *, seed=0):
     return allowed, TokenMasks(torch.from_numpy(bits.view(np.int32)), places)
 
 
+@pytest.mark.quick(31)
 @pytest.mark.parametrize("with_rules", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 259, 4096])

@@ -61,6 +61,7 @@ def test_of_equal_scores_the_lowest_positions_are_chosen_and_nan_before_all(kern
     assert choose_slots(q, weights, keys, whole([9]), topk=4, scale=1.0).slots[8].tolist() == [0, 3, 6, 7]
 
 
+@pytest.mark.quick(3)
 @DTYPES
 def test_chunks_pools_and_threads_do_not_change_a_choice(kernels, dtype, thread_count):
     lengths, heads, dim = (130, 70), 6, 16

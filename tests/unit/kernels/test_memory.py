@@ -25,6 +25,7 @@ def test_untouched_pages_take_no_memory():
     del zeros
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [lazy_zeros, torch.ones])
 def test_what_is_given_back_is_free_keeps_its_address_and_can_be_written_again(make):
     process = psutil.Process()

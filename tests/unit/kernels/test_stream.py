@@ -17,6 +17,7 @@ def random_bits(size, dtype):
     return torch.randint(limits.min, limits.max, (size,), dtype=dtype, generator=torch.Generator().manual_seed(size))
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("out_start", "source_start"), [(0, 0), (3, 0), (0, 5), (7, 2)])

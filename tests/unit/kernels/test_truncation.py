@@ -47,6 +47,7 @@ def _columns(n, **settings):
     return {name: column.long() if name == "top_k" else column.double() for name, column in made.items()}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(6000, 50), (3500, 259), (600, 1500), (60, 6000)])
 def test_random_rows_keep_what_sorting_keeps(side, num_rows, vocab_size):
     g = torch.Generator().manual_seed(vocab_size)

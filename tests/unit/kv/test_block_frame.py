@@ -18,6 +18,7 @@ def test_a_frame_returns_its_data(content):
     assert open_frame(memoryview(frame), SPACE, KEY) == content
 
 
+@pytest.mark.quick(133)
 @pytest.mark.parametrize("place", range(len(FRAME)))
 def test_a_damaged_byte_anywhere_is_noticed(place):
     for change in (1, 0x80, 0xFF):

@@ -80,6 +80,7 @@ def test_what_others_said_is_folded():
     assert f"t{sample['response_token_ids'][0]}" in drive([sample], "f")[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("times", range(5))
 def test_every_colour_draws(times):
     assert "group 0, sample 0" in drive(rollouts(1, 2), *("c" * times))[1]

@@ -62,6 +62,7 @@ def partner():
     partner.end()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind not in FAST)]
@@ -175,6 +176,7 @@ def test_models_that_cannot_be_cut_are_refused_with_the_reason(architecture, ove
         )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("splits_sums", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_together_hold_every_named_value_once(num_ranks, splits_sums):

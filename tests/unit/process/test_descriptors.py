@@ -99,6 +99,7 @@ def test_a_process_without_descriptors_is_told_so_before_it_connects_or_starts(t
             CoreProcess(EngineConfig(model="m"), heartbeat_seconds=1.0, max_backlog_bytes=1)
 
 
+@pytest.mark.slow
 def test_more_clients_than_a_core_has_descriptors_for_are_refused_and_it_lives_on(core):
     directory, max_clients = core
     assert HARD // 4 < max_clients < HARD, "from the hard limit, with a reserve"
@@ -117,6 +118,7 @@ def test_more_clients_than_a_core_has_descriptors_for_are_refused_and_it_lives_o
     context.destroy(linger=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="it takes 3000 descriptors")
 @pytest.mark.parametrize("core", [2048], indirect=True)
 def test_more_connections_that_say_nothing_than_a_core_has_descriptors_for_do_it_no_harm(core):

@@ -80,6 +80,7 @@ def test_other_messages_may_come_between_parts():
     assert same(heard[-2], message)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "message, limit",
     [

@@ -93,6 +93,7 @@ def live_through(seed, num_steps, pools=0.0, has_tier=False, **options):
     return history
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypatch, seed):
     monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)

@@ -138,6 +138,7 @@ ON_TCP = STRANGERS | {"no CURVE": greeting(b"CURVE") + command(b"HELLO", bytes(1
 ON_TCP["the token's mechanism"] = ON_TCP.pop("another token")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("words", ON_TCP.values(), ids=ON_TCP)
 def test_an_endless_message_of_a_stranger_is_not_read(core, words):
     at = TcpAddress.parse(core.address, "address")

@@ -75,6 +75,7 @@ class Trainer:
         return True
 
 
+@pytest.mark.quick(1)
 @EACH_KILL
 @pytest.mark.parametrize(
     "options",

@@ -89,6 +89,7 @@ def test_generate_may_be_interrupted_before_any_line(make_rig, stride):
     assert sweep(lambda: generated(llm), check, stride) > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", STRIDES)
 def test_a_rollout_may_be_interrupted_before_any_line(make_rig, stride):
     rig = make_rig()

@@ -150,6 +150,7 @@ def test_a_client_that_closes_its_sending_side_within_a_request_is_left(connecti
     assert until_closed(connection) == b""
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("behind", [b"", request(b"GET", b"/health")])
 @pytest.mark.parametrize("half_first", [False, True])
@@ -197,6 +198,7 @@ def test_no_header_of_an_answer_can_begin_another_line():
         asyncio.run(exchange.send(start))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("field", ["extra_args", "stop", "prompt"])
 def test_a_body_that_is_nested_to_any_depth_is_refused(client, field):
     for depth in range(900, 1010):  # from some depth on it cannot be decoded, and just below it nothing else be done

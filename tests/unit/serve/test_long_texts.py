@@ -38,6 +38,7 @@ def test_a_long_text_that_is_to_be_truncated_is_encoded(client):
     assert choice["prompt_token_ids"] == client.app.served.codec.encode("y words ")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "path, body",
     [

@@ -46,6 +46,7 @@ def test_a_trusted_template_gives_the_text_that_the_tokenizer_would(client, poli
     assert answer["prompt_token_ids"] == client.post("/tokenize", body)["tokens"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "template, said",
     [

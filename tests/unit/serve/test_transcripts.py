@@ -24,6 +24,7 @@ def client(checkpoint):
         yield Client(App(policy, ServeOptions(served_model_name="tiny")))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_a_recorded_client_still_gets_what_it_reads(client, checkpoint, file):
     calls = json.loads(file.read_text().replace("$CHECKPOINT", str(checkpoint)))["calls"]

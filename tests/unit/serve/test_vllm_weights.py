@@ -40,6 +40,7 @@ def test_a_published_store_and_a_checkpoint_are_loaded_from_their_directories(cl
     assert report["weight_version"] == 9 and answer_of(client)[0] == after
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "path, fields, said",
     [
@@ -74,6 +75,7 @@ def trainer(client, weights, folder):
         yield send
 
 
+@pytest.mark.slow
 def test_tensors_come_over_a_plain_torch_group(client, other_weights, tmp_path):
     names = list(other_weights)
     before, _ = answer_of(client)
@@ -91,6 +93,7 @@ def test_tensors_come_over_a_plain_torch_group(client, other_weights, tmp_path):
     assert after != before and spans == [[0, 8, 4, 4]]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "columns, said",
     [

@@ -14,6 +14,7 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """A kill loses nothing that was written, on a disk or not: only the waits for a disk are spared."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chains", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_kill_leaves_wrong_bits_or_nothing_to_read(num_chains):
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[2])}

@@ -58,6 +58,7 @@ def read(store):
         return published.version, bytes_of(published.tensors)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("anchor_every", [1, 2, 4, 16])
 def test_every_version_has_the_bits_that_were_published(store, anchor_every):
     publisher = Publisher(store, anchor_every)
@@ -198,6 +199,7 @@ LINK_DAMAGES = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("damage", LINK_DAMAGES)
 def test_a_damaged_link_falls_back_to_the_anchor_with_one_line_and_is_mended_by_publishing(store, caplog, damage):
     publisher = Publisher(store).publish(3)
@@ -211,6 +213,7 @@ def test_a_damaged_link_falls_back_to_the_anchor_with_one_line_and_is_mended_by_
     assert read(store) == (4, publisher.versions[4]) and num_links(store) == 0
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("damage", LINK_DAMAGES)
 def test_if_the_anchor_fails_too_the_error_names_both(store, damage):
     publisher = Publisher(store).publish(3)
@@ -256,6 +259,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_readers_in_other_processes_see_whole_versions_while_links_are_published(store):
     shapes = {"a": (300, 40), "b": (7,), "c": (64, 64)}
     sync.publish(store, {name: torch.full(shape, 1.0) for name, shape in shapes.items()}, 1, delta=True)

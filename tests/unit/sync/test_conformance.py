@@ -34,6 +34,7 @@ def weights(seed=0):
     return floats | halves | {"steps": torch.arange(3), "mask": torch.tensor([True, False])}
 
 
+@pytest.mark.quick(1)
 def test_what_arrives_is_what_the_manifest_says(link):
     source = weights()
     manifest = link.push(source, version=7)

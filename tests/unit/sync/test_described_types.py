@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 READS = """
 import sys, threading, msgspec
 from sync.described_types import describe_types
@@ -30,6 +32,7 @@ for i in range(1500):
 """
 
 
+@pytest.mark.slow
 def test_described_types_are_read_by_many_threads_at_once():
     """Without `describe_types` the process ends within a few hundred rounds."""
     subprocess.run([sys.executable, "-c", READS], check=True, timeout=120)

@@ -33,6 +33,7 @@ def read(directory) -> dict[str, torch.Tensor]:
     return {tensor.name: tensor.materialize() for tensor in read_checkpoint(directory)}
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_those_that_the_format_denotes(tmp_path, name, caplog):
     encoded = encode(name)
@@ -45,6 +46,7 @@ def test_weights_are_those_that_the_format_denotes(tmp_path, name, caplog):
     assert "1 weight is dequantised in float32" in caplog.text
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_that_lacks_one_of_its_tensors_is_refused(tmp_path, name):
     encoded = encode(name)
@@ -55,6 +57,7 @@ def test_a_weight_that_lacks_one_of_its_tensors_is_refused(tmp_path, name):
             read(tmp_path)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tensor_of_another_shape_or_dtype_is_refused(tmp_path, name):
     encoded = encode(name)

@@ -95,6 +95,7 @@ def test_a_copy_follows_by_links_alone_also_past_anchors(served, copy, fetched):
     assert fetched == [(version, "changes") for version in range(2, 12)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("behind", [1, 2, 4, 5, 9])
 def test_a_copy_catches_up_from_any_version(served, copy, fetched, behind):
     served.publish(3)
@@ -139,6 +140,7 @@ def test_a_damaged_copy_is_fetched_anew(served, copy):
     assert read(copy) == (2, served.versions[2])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("newer", [0, 1])
 @pytest.mark.parametrize("behind", [0, 2])
 def test_bytes_of_a_copy_that_were_changed_are_fetched_anew(served, copy, caplog, fetched, behind, newer):
@@ -210,6 +212,7 @@ def test_an_anchor_alone_is_served_and_read_by_ranges(served):
     assert served.send("/weights/1?part=changes")[0] == 404
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "path", ["/weights/7", "/weights/../CURRENT", "/weights/current?part=lease", "/", "/weights/-1"]
 )
@@ -265,6 +268,7 @@ def test_tied_and_empty_tensors_are_kept(tmp_path, copy):
         assert published.tensors["head"] is published.tensors["embed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, copy, num_kills):
     served.publish(5)

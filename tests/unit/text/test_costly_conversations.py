@@ -27,6 +27,7 @@ def test_a_conversation_has_few_roles_since_each_is_tried(codec):
         codec.render_chat(messages, chat_template=PLAIN)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("template", [PLAIN, ESCAPED])
 def test_many_messages_are_looked_for_once(codec, template):
     messages = [{"role": "user", "content": f'"{i}'} for i in range(MANY)]

@@ -80,6 +80,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(long_texts, "_WINDOW", 11)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "NFC"])
 @pytest.mark.parametrize("pattern", [None, *sorted(long_texts._PATTERNS)], ids=["GPT-2", "a", "b", "c"])
 def test_pieces_have_the_ids_of_the_whole(small_pieces, pattern, normalizer):

@@ -70,6 +70,7 @@ def reference(path, family, monkeypatch):
     return base.from_args_and_dict([parts.get(name) for name in base.get_attributes()], options)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_places_and_arrays_are_those_of_transformers(checkpoint, family, monkeypatch):
     path = checkpoint(family)

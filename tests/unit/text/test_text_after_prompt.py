@@ -135,6 +135,7 @@ def test_two_bytes_of_a_surrogate_that_end_a_prompt_are_not_said_by_the_completi
         assert stream_text(codec, prompt, completion) == whole[len(before) :]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["byte level", "word pieces"])
 @given(data=st.data(), skip=st.booleans(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=150)

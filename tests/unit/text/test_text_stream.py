@@ -67,6 +67,7 @@ def test_bytes_of_tokens_that_are_bytes_are_these():
     assert b"".join(map(SENTENCEPIECE.bytes_of, ids)).decode() == "llo字 he"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=200, deadline=None)

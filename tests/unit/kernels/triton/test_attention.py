@@ -62,6 +62,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("heads", "dims", "block_size", "params"), CASES)
 @pytest.mark.parametrize("tiling", [DECODE, DETERMINISTIC], ids=["fast", "deterministic"])
 def test_decode_is_attention(heads, dims, block_size, params, tiling, device):
@@ -70,6 +71,7 @@ def test_decode_is_attention(heads, dims, block_size, params, tiling, device):
     check(contexts, ends, [1] * 4, tiling, params, tokens_per_item=1, programs=5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "params",
     [

@@ -23,6 +23,7 @@ def draw(device, num_tokens, channels, width, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
+@pytest.mark.quick(3)
 @DTYPES
 @SILU
 @pytest.mark.parametrize(("channels", "width"), [(5, 4), (200, 3), (16, 1)])
@@ -38,6 +39,7 @@ def test_outputs_are_those_of_torchs_convolution(device, dtype, silu, channels, 
     assert torch.equal(convolve(turned, weight, None, silu=silu, chunks=StateChunks.whole(lengths)), found)
 
 
+@pytest.mark.quick(1)
 @DTYPES
 @pytest.mark.parametrize(
     ("channels", "width"),

@@ -24,6 +24,7 @@ def _chosen(logits, top_k, *, normalised, dtype=torch.float32):
     return weights, experts, probabilities
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (8, 8), (60, 4), (1, 1), (300, 9)])
@@ -70,6 +71,7 @@ def test_groups_are_the_entries_sorted_by_expert(device, num_tokens, top_k, num_
     assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_row_is_the_product_with_its_expert(device, dtype):
     num_tokens, top_k, num_experts, size, out_features = 70, 2, 5, 40, 35

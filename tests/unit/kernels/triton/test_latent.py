@@ -24,6 +24,7 @@ def draw(*shape, dtype=torch.float32, device="cpu", seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+@pytest.mark.quick(2)
 @DTYPES
 @SIZES
 def test_products_are_right_and_rows_and_heads_do_not_depend_on_one_another(
@@ -113,6 +114,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick(2)
 @SHAPES
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("window", [0, 11])
@@ -124,6 +126,7 @@ def test_attention_over_latents_is_attention(device, heads, dims, deterministic,
     torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.quick(1)
 @DTYPES
 @SHAPES
 def test_a_trainers_whole_sequences_have_the_bits_of_chunks_over_any_blocks(device, dtype, heads, dims):
@@ -138,6 +141,7 @@ def test_a_trainers_whole_sequences_have_the_bits_of_chunks_over_any_blocks(devi
         assert torch.equal(out[0, end - count :], served[0][sum(COUNTS[:sequence]) :][:count])
 
 
+@pytest.mark.quick(1)
 @DTYPES
 def test_a_pool_of_latents_gives_what_keys_and_values_give(device, dtype):
     contexts, params = contexts_of(3, (24, 16), device, dtype=dtype), AttentionParams(0.2)

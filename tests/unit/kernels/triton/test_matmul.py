@@ -14,6 +14,7 @@ def _operands(rows, out_features, in_features, dtype, device):
     return [torch.randn(*s, generator=g).to(device, dtype) for s in ((rows, in_features), (out_features, in_features))]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (65, 33, 130), (3, 200, 256), (130, 70, 31)], ids=str)
 def test_a_product_is_its_twin_rounded_once(device, dtype, shape):
@@ -26,6 +27,7 @@ def test_a_product_is_its_twin_rounded_once(device, dtype, shape):
         torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_bits_in_any_batch(device, dtype):
     x, weight = _operands(150, 70, 300, dtype, device)

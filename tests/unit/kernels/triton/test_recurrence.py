@@ -29,6 +29,7 @@ def pool_on(device, num_slots, heads=2, key=5, value=11):
     return torch.randn(num_slots, heads, key, value, generator=generator).to(device)
 
 
+@pytest.mark.quick(2)
 @DTYPES
 @FORMS
 def test_outputs_and_states_are_those_of_the_formula(device, form, dtype):
@@ -66,6 +67,7 @@ def test_wide_heads_in_groups_are_those_of_the_twin(device, form):
     assert_close(recur(**inputs, **rule, chunks=chunks), gated_recurrence(**inputs, **rule, chunks=chunks), 5e-6)
 
 
+@pytest.mark.quick(1)
 @DTYPES
 @FORMS
 def test_chunks_batches_and_drafts_change_no_bit(device, form, dtype):

@@ -54,6 +54,7 @@ def twin(logits, top_k, rule, dtype, bias=None):
     return weights.gather(-1, order), experts.gather(-1, order), experts
 
 
+@pytest.mark.quick(3)
 @DTYPES
 @BY_RULE
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (256, 8)])
@@ -83,12 +84,14 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(device, rule):
     assert torch.equal(experts, twin(logits, 2, rule, torch.float32)[1])
 
 
+@pytest.mark.quick(5)
 @BY_RULE
 def test_negative_sums_of_score_and_bias_are_in_their_order(device, rule):
     logits, bias = draw(6, 8, device=device), draw(8, device=device, seed=1) - 3.0
     assert torch.equal(chosen(logits, 2, rule, torch.float32, bias)[1], twin(logits, 2, rule, torch.float32, bias)[1])
 
 
+@pytest.mark.quick(5)
 @BY_RULE
 def test_experts_that_exist_are_chosen_whatever_the_logits(device, rule):
     rows = [[torch.nan] * 8, [-torch.inf] * 8, [torch.inf] * 8, [-torch.nan, 1, 2, torch.inf, 0, 0, 0, -1]]
@@ -98,6 +101,7 @@ def test_experts_that_exist_are_chosen_whatever_the_logits(device, rule):
         assert all(0 <= first < second < 8 for first, second in experts.tolist())
 
 
+@pytest.mark.quick(1)
 @BY_RULE
 def test_a_choice_is_the_same_bits_in_any_batch(device, rule):
     logits, bias = draw(33, 64, device=device), draw(64, device=device, seed=1)
@@ -107,6 +111,7 @@ def test_a_choice_is_the_same_bits_in_any_batch(device, rule):
         assert all(torch.equal(a, b[start : start + rows]) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.quick(4)
 @BY_RULE
 def test_given_experts_get_their_own_scores_and_choices_are_kept(device, rule):
     logits, bias = draw(4, 8, device=device), draw(8, device=device, seed=1)

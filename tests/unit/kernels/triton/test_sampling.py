@@ -96,6 +96,7 @@ def _assert_drawn_by_inverse_cdf(case, tokens, stays=None):
     assert (u >= ends[row, tokens] - weights[row, tokens] - SLACK).all()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 127, 129, 4200])
 def test_a_draw_is_its_twin(device, vocab_size, dtype):
@@ -171,6 +172,7 @@ _RULES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "name",

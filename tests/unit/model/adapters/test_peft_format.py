@@ -128,6 +128,7 @@ def test_files_beyond_all_measure_are_refused(adapter, tmp_path):
         read_adapter(saved)
 
 
+@pytest.mark.slow
 def test_patterns_that_take_too_long_are_refused(adapter):
     slow = "(a|.*b)*" * 100
     patterns = {f"{slow}{number}": 8 for number in range(1000)}

@@ -37,6 +37,7 @@ ADMITTED = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("architecture", "overrides"), ADMITTED)
 def test_right_attention_passes(architecture, overrides):
     check(architecture, **overrides)

@@ -114,6 +114,7 @@ def assert_same_bits(module, geometry, rng, block_size):
     assert all(torch.equal(a, b) for a, b in zip(ours.kv.tensors(), theirs.kv.tensors(), strict=True))
 
 
+@pytest.mark.quick(3)
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_the_modules(name, dtype):
@@ -214,6 +215,7 @@ def test_no_rows_of_logits_may_be_wanted():
     assert paged(module, geometry, compiled=True).forward([SequenceChunk([5, 6], 0, [0])], []).shape == (0, 259)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("write", ["in place", "as new data", "as a new parameter"])
 @pytest.mark.parametrize(
     "name",

@@ -118,6 +118,7 @@ def assert_same_states(ours, theirs):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors(), other.tensors(), strict=True))
 
 
+@pytest.mark.quick(2)
 @DTYPES
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in QUICK)]

@@ -84,6 +84,7 @@ def route(router, name, x):
     return weights.gather(-1, order), experts.gather(-1, order)
 
 
+@pytest.mark.quick(42)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "fields"), ROUTERS)
 def test_they_choose_and_weight_as_transformers_does(name, fields, dtype):
@@ -98,6 +99,7 @@ def test_they_choose_and_weight_as_transformers_does(name, fields, dtype):
     torch.testing.assert_close(found[same], expected[same], rtol=10 * tolerance, atol=tolerance)
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "fields"), ROUTERS)
 def test_a_tokens_bits_are_its_own(name, fields, dtype):

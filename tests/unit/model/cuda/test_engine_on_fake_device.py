@@ -238,6 +238,7 @@ WAITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_planted_in_a_step_is_found(on_device, monkeypatch, name):
     waits, one = Waits(), DRAWN.clone(n=1, max_tokens=1)

@@ -53,6 +53,7 @@ def test_an_engine_on_a_device_finds_the_kv_that_it_saved(engine_on, architectur
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0 if deterministic else BOUND, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_step_saves_before_it_loads_and_hands_over_with_its_result(engine_on):
     executor = engine_on("device", kv_connector="host").llm_engine.frontend.client.driver.executor
     pool, link = executor.worker.runner.model.kv, executor.kv_link  # noqa: F811

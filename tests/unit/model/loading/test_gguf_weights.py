@@ -41,6 +41,7 @@ def written(path, model):
     return write_gguf(path, metadata_of(model.config), tensors_of(model))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", FIELDS)
 def test_every_weight_and_sample_is_that_of_the_model_that_was_converted(tmp_path, architecture):
     model = tiny_model(architecture, **FIELDS[architecture])

@@ -62,6 +62,7 @@ def test_every_architecture_loads_from_shards_with_a_tied_head(tmp_path, archite
     assert_same_weights(load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("row_invariant", [False, True])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_logits_are_those_of_eager_attention(tmp_path, architecture, row_invariant):

@@ -29,6 +29,7 @@ def assert_equal(found, expected) -> None:
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "architecture", "dtype"),
     [

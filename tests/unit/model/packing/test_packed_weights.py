@@ -75,6 +75,7 @@ def equal(values, others):
     return values.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in values.items())
 
 
+@pytest.mark.quick(5)
 @needs_compiler
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_steps_do_not_see_what_is_staged_or_packed_before_the_swap(kind, changes):
@@ -88,6 +89,7 @@ def test_steps_do_not_see_what_is_staged_or_packed_before_the_swap(kind, changes
     assert not torch.equal(served.logits(), before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_after_an_update_the_module_is_the_one_with_those_weights(kind, changes, plan):
@@ -103,6 +105,7 @@ def test_after_an_update_the_module_is_the_one_with_those_weights(kind, changes,
         assert not torch.equal(served.logits(), before)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_bits_are_those_of_a_module_that_keeps_its_plain_weights(kind, changes, plan):
@@ -119,6 +122,7 @@ def test_bits_are_those_of_a_module_that_keeps_its_plain_weights(kind, changes, 
         assert torch.equal(served, plain)
 
 
+@pytest.mark.quick(5)
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind,changes", KINDS)
@@ -296,6 +300,7 @@ def test_a_module_without_linears_has_nothing_to_pack():
     assert not packed.holds("weight")
 
 
+@pytest.mark.quick(2)
 @needs_compiler
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kind,changes", KINDS)

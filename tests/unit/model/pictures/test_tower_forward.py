@@ -44,6 +44,7 @@ def checkpoint(request, tmp_path_factory):
     return request.param, tiny_vision_checkpoint(tmp_path_factory.mktemp("tower"), request.param)
 
 
+@pytest.mark.quick(4)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_other_pictures_nor_threads_change_a_bit(checkpoint, dtype):

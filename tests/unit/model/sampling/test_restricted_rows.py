@@ -80,6 +80,7 @@ def test_a_grammar_that_is_not_compiled_in_time_fails_its_own_row_alone(monkeypa
     assert (out.token_ids[1], out.logprobs[1]) == (free.token_ids[1], free.logprobs[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("letters", [0.0, 2.0, 12.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_tokens_have_the_probabilities_of_a_draw_from_the_allowed_ones(grammars, letters, temperature):

@@ -85,6 +85,7 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("vocab_size", "settings"), CONFIGURATIONS, ids=str)
 def test_draws_follow_the_exact_distribution(some_of, vocab_size, settings):
     row, num = _logits(1, vocab_size, seed=vocab_size, scale=1.5), some_of(NUM_DRAWS)

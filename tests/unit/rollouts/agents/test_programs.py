@@ -93,6 +93,7 @@ def test_one_that_does_not_start_says_why(play_one, tmp_path):
     assert "it did not start: No such file or directory." in play_one(str(file)).outcome.error
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("limit", ["timeout", "episode_timeout"])
 def test_a_program_whose_time_is_up_is_killed_with_all_that_it_started(limit, play_one, tmp_path):
     listed = tmp_path / "pids"

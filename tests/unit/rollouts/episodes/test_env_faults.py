@@ -120,6 +120,7 @@ def test_faults_on_threads_end_their_episodes_alone(run_env, number):
     _play(run_env, number, "threads", FAULTS, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [4, pytest.param(1000, marks=pytest.mark.slow)])
 def test_faults_in_processes_end_their_episodes_alone(run_env, number):
     _play(run_env, number, "processes", FAULTS | DEATHS, 2)

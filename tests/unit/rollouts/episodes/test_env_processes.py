@@ -88,6 +88,7 @@ ALIKE = "signal SIGSEGV", "fork", "loop"
 """Those that are told like another one."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "text, reason", [pytest.param(*fault, marks=[pytest.mark.slow] * (fault[0] in ALIKE)) for fault in FAULTS]
 )
@@ -106,6 +107,7 @@ def test_a_worker_that_dies_costs_only_the_episode_whose_call_it_was(run_process
     assert isinstance(env.reset(1), Began)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how, status", [("return", 1), ("raise", 1), ("exit", 3)])
 def test_a_forked_child_that_leaves_step_ends_and_answers_for_no_episode(run_processes, how, status, capfd):
     env = run_processes(process_envs.Obeys, num_workers=2)
@@ -164,6 +166,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("text, reason", REFUSED)
 def test_what_an_environment_does_wrong_is_told_and_its_worker_goes_on(run_processes, text, reason):
     env = run_processes(process_envs.Obeys)
@@ -310,6 +313,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("state", ["stopped", "in C", "with a child"])
 def test_a_worker_whose_owner_is_killed_ends_in_whatever_state_it_is(tmp_path, state):
     begun = tmp_path / "begun"
@@ -332,6 +336,7 @@ def test_a_worker_whose_owner_is_killed_ends_in_whatever_state_it_is(tmp_path, s
                 process.kill()
 
 
+@pytest.mark.slow
 def test_what_a_hanging_environment_has_started_ends_with_its_worker(run_processes, tmp_path):
     env = run_processes(process_envs.Obeys, step_timeout=2.0)
     env.reset()

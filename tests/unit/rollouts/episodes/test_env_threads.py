@@ -288,6 +288,7 @@ class Blocks(Waits):
         return Observation()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["python", "system"])
 def test_an_environment_that_blocks_the_event_loop_stops_no_later_one(run_env, how):
     RELEASED.clear()

@@ -52,6 +52,7 @@ def first_rows(batch):
     return [ids.index(episode) for episode in dict.fromkeys(ids)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("function", [advantages.grpo, advantages.rloo])
 def test_rows_of_an_episode_have_its_advantage_and_count_once(policy, layout, function):

@@ -63,6 +63,7 @@ class Failing(Counting):
         return super().step(action)
 
 
+@pytest.mark.quick(1)
 @EACH_KILL
 @pytest.mark.parametrize("on_resume", ["replay", "anew"])
 def test_rows_are_those_of_an_undisturbed_rollout_whichever_write_is_the_last(tmp_path, on_resume, distance):

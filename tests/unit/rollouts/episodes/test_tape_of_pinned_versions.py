@@ -49,6 +49,7 @@ def test_episodes_that_an_update_ended_return_as_they_were_whichever_write_is_th
     assert_same(play_with_a_push(journal=tmp_path / "whole"), whole)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [8, 14, 20, 26])
 def test_after_a_kill_and_an_update_no_episode_has_turns_of_both_versions(tmp_path, caplog, number):
     with killed_at(number):

@@ -166,6 +166,7 @@ CALLS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "names", [*permutations(("add", "sub", "look")), ("no", "broken", "sub"), *combinations(CALLS, 2)]
 )

@@ -49,6 +49,7 @@ def both_ways(form, codec, token_ids, **arguments):
     return whole
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_tags_and_words_are_read_alike_whole_and_in_pieces(name):
     rng = random.Random(name)
@@ -132,6 +133,7 @@ def test_a_broken_call_stays_text_and_says_why(name, bad):
     assert bad.strip() in found.text
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["tokens", "text"])
 def test_ten_thousand_tags_end_soon(name, kind):
@@ -144,6 +146,7 @@ def test_ten_thousand_tags_end_soon(name, kind):
         assert not found.calls and len(found.broken) <= 65
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_of_single_tokens_is_linear_enough(name):
     codec = codec_with(tags_of(name))
