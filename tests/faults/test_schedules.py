@@ -40,6 +40,7 @@ def test_random_schedules_end_every_request_once_with_its_own_tokens(engine, see
     assert {"length", "abort"} <= schedule.ledger.counts.keys(), schedule.ledger.counts
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_engine_after_random_schedules(engine, leftovers):
     engine.shutdown()
     leftovers.assert_none(engine.address)

@@ -11,6 +11,7 @@ from rollout_engine.kernels.cpu import build
 PROGRAM = Path(__file__).with_name("wrong_tensors.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build.load_kernels() is None, reason="the C++ kernels cannot be built here")
 def test_no_wrapper_reads_what_it_was_not_written_for():
     done = subprocess.run([sys.executable, "-W", "error", PROGRAM, "0"], capture_output=True, text=True, timeout=500)

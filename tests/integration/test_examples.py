@@ -110,6 +110,7 @@ def test_grpo_says_what_rollouts_and_training_took(first_step):
     assert load("grpo").time_shares(given, 10.0) == "10 s: rollouts 40%, training 30%, evaluation and the rest 30%"
 
 
+@pytest.mark.slow
 def test_grpo_writes_its_record(first_step):
     out, rows = first_step
     written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -45,6 +45,7 @@ def random_schema(seed):
     return at(0) | {"$defs": {"shared": at(3)}, "x-guidance": {"whitespace_flexible": rng.random() < 0.3}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_schemas", [16, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_output_that_ends_validates(tmp_path, num_schemas):
     schemas = [random_schema(seed) for seed in range(num_schemas)]

@@ -83,6 +83,7 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
+@pytest.mark.slow
 def test_ranks_elsewhere_give_the_bits_of_one_process(elsewhere, checkpoint):
     with running(checkpoint, 2) as two, running(checkpoint, 1) as one:
         assert all_of(two, "qwen3") == all_of(one, "qwen3")

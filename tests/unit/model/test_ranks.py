@@ -62,7 +62,7 @@ def partner():
     partner.end()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind not in FAST)]

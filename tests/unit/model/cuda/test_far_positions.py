@@ -33,6 +33,7 @@ def test_scaled_queries_are_fused(ministral, deterministic):
     assert decoder_trial.unsupported_reason(*ministral, deterministic=deterministic) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 100])
 def test_a_lost_scale_is_seen_near_and_far(ministral, monkeypatch, first):
     module, geometry = ministral
