@@ -25,7 +25,7 @@ _MEANT = {
     **dict.fromkeys(("shared", "shared_memory", "local"), "shm"),
     **dict.fromkeys(("file", "files", "ssd", "nvme", "directory"), "disk:DIRECTORY"),
 }
-"""What others call the connectors of the library."""
+"""Names that others give to such connectors."""
 
 
 def make_connector(spec: str, max_bytes: int | None = None) -> KVConnector:

@@ -66,7 +66,7 @@ def problems_of(replicas: Iterable[Replica]) -> str:
 
 
 def describe_loss(replica: Replica, num_requests: int = 0, *, others_serve: bool = True) -> str:
-    """What a fleet does about a replica that is lost or did not start, and about the requests that it had."""
+    """Word how a fleet continues after a replica is lost or did not start, and with the requests that it had."""
     if replica.state is ReplicaState.STARTING:
         seconds = backoff(replica.num_failures)
         what = f"It is started again{f' in {seconds:g} s' if seconds else ''}"
