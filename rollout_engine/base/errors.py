@@ -129,6 +129,13 @@ class StepDeadlineError(RolloutEngineError):
 class EngineDeadError(RolloutEngineError):
     """The engine's process has ended, or cannot be reached: no request of this client continues. Make a new engine."""
 
+    ADVICE = " Make a new engine."
+
+    @property
+    def cause(self) -> str:
+        """The message without the advice and the last full stop, for a fleet, which makes the new engine itself."""
+        return str(self).removesuffix(self.ADVICE).rstrip(".")
+
 
 class RPCError(RolloutEngineError):
     """A call by name was refused, or raised an error; the engine continues.

@@ -153,7 +153,8 @@ class CoreStats(msgspec.Struct):
     num_prompt_tokens_computed: int = 0
     num_tokens_sampled: int = 0
     num_recomputed_tokens: int = 0
-    """Tokens computed again: preemption, `kv="recompute"` or a reset had taken their KV."""
+    """Tokens computed again: preemption, `kv="recompute"` or a reset had taken their KV, or the engine that had it is
+    gone: a lost replica, an earlier process of a journal."""
     num_looked_up_tokens: int = 0
     """Tokens of sequences that were looked up in the prefix cache when they were admitted to run."""
     num_cached_tokens: int = 0

@@ -132,7 +132,8 @@ class RequestOutput(msgspec.Struct):
     """Samples in index order. While streaming: those that have something new."""
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens served from the prefix cache."""
+    """Prompt tokens served from the prefix cache when the request first began. What is computed again later, after a
+    preemption or at another replica, is counted in the metric `num_recomputed_tokens` alone."""
     metrics: RequestMetrics | None = None
     prompt_top_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     """(int32 [P, k] ids, float32 [P, k] log-probs), most likely first; -1 and NaN in the first row."""

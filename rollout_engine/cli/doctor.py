@@ -27,6 +27,10 @@ from rollout_engine.model.backends import unsupported_reason
 from sync.own_files import cache_directory
 from sync.transports import TRANSPORTS
 
+_PAGES = {
+    "other systems": "docs/comparison.md: what they have, exactness above all, and when to take which",
+    "speed": "docs/performance.md: what was measured, on which machine, by which command",
+}
 _PACKAGES = ("torch", "transformers", "tensordict", "tokenizers", "safetensors", "msgspec", "numpy")
 
 
@@ -67,6 +71,7 @@ def _examine() -> tuple[dict[str, Any], list[SpeedPath]]:
         "transports": list(TRANSPORTS),
         "extras": _extras(),
         "versions": {"rollout_engine": __version__} | machine.versions(_PACKAGES),
+        "pages": _PAGES,
     }
     paths = speed_paths(found["kernels"], found["devices"]["cuda"]) + _missing(found["extras"])
     return found | {"advice": [path.fix for path in paths if path.fix and path.state != "missing"]}, paths

@@ -50,6 +50,7 @@ class Request:
                 num_prompt_tokens=len(source.prompt_token_ids),
                 max_num_tokens=len(source.prompt_token_ids) + source.max_tokens,
                 token_ids=token_ids,
+                num_lost_tokens=len(token_ids) - 1 if output else 0,
             )
             for index in range(source.params.n)
         ]
@@ -99,7 +100,7 @@ class Sequence:
     """Tokens that steps in flight sample: they follow those in `token_ids`."""
     num_computed_tokens: int = 0
     num_lost_tokens: int = 0
-    """Tokens from the start on whose KV was computed once, and then given up."""
+    """Tokens from the start on whose KV was computed once, and then given up, or lost with another engine."""
     block_ids: list[int] = field(default_factory=list)
     num_writable_tokens: int = 0
     """Positions from num_computed_tokens up to here have a block of their own, and the state has a slot of its own."""

@@ -294,7 +294,7 @@ class ClientSocket:
         self._waker.close()
 
     def _die(self, reason: str) -> None:
-        error = EngineDeadError(f"The engine's core is gone: {reason}. Make a new engine.")
+        error = EngineDeadError(f"The engine's core is gone: {reason}.{EngineDeadError.ADVICE}")
         if not self._welcome.done():
             error = EngineDeadError(f"No connection to the core at {self.address}: {reason}.")
         self.dead_error = error

@@ -69,15 +69,18 @@ class ProcessClient:
         hang_seconds: float = HANG_SECONDS,
         start_seconds: float = START_SECONDS,
         group: GroupSettings | None = None,
+        on_process: Callable[[CoreProcess], object] = lambda process: None,
     ) -> Self:
         """Start a core, which ends with this client. `meanwhile` is called while the core loads the model.
 
         `hang_seconds`: a core that gives no sign of life for this long is killed. `start_seconds`: how long loading may
-        take. `group`: its place among the engines that divide experts. Raises `ConfigError`, `EngineDeadError`.
+        take. `group`: its place among the engines that divide experts. `on_process` is called with the process that
+        loads: any thread may kill it. Raises `ConfigError`, `EngineDeadError`.
         """
         options: Any = dict(heartbeat_seconds=HEARTBEAT_SECONDS, max_backlog_bytes=MAX_BACKLOG_BYTES)
         process = CoreProcess(config, **options, group=group)
         try:
+            on_process(process)
             meanwhile()
             process.wait_ready(start_seconds)
             client = cls(ClientSocket.start(process, hang_seconds=hang_seconds))

@@ -177,7 +177,7 @@ def _core_counters(metrics: CoreMetrics) -> Values:
         ("tokens_computed", "Tokens put through the model.", core.num_tokens_computed),
         ("prompt_tokens_computed", "Prompt tokens put through the model.", core.num_prompt_tokens_computed),
         ("tokens_sampled", "Tokens sampled.", core.num_tokens_sampled),
-        ("tokens_recomputed", "Tokens computed again, after their KV was given up.", core.num_recomputed_tokens),
+        ("tokens_recomputed", "Tokens computed again: their KV was given up, or lost.", core.num_recomputed_tokens),
         ("tokens_looked_up", "Tokens of sequences looked up in the prefix cache.", core.num_looked_up_tokens),
         ("tokens_cached", "Those found there, under the live version.", core.num_cached_tokens),
         ("tokens_surplus", "Tokens computed past an end that was not known yet.", core.num_surplus_tokens),

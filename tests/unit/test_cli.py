@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -325,6 +326,8 @@ def test_doctor_knows_kernels_plans_and_versions(capsys):
     assert found["transports"] == ["inproc", "gloo", "ipc", "nccl", "shm", "store"]
     assert found["kernels"]["loaded"] or found["kernels"]["problem"]
     assert found["versions"]["torch"]
+    root = Path(__file__).parents[2]
+    assert all((root / page.partition(":")[0]).exists() for page in found["pages"].values())
 
 
 def test_doctor_prints_no_number_that_stands_for_none(capsys, monkeypatch):

@@ -19,12 +19,10 @@ from rollout_engine.base.version_pin import check_standing, describe_end, standi
 from rollout_engine.fleet.plan.actions import Abort, Action, CatchUp, Fail, Send, Start, Stop, Tell
 from rollout_engine.fleet.plan.balancer import Balancer
 from rollout_engine.fleet.plan.ledger import Entry, Ledger
-from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState, backoff, problems_of
+from rollout_engine.fleet.plan.replica_state import MAX_FAILURES, Replica, ReplicaState, backoff, problems_of
 
 logger = logging.getLogger("rollout_engine")
 
-MAX_FAILURES = 6
-"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it restarts."""
 _PROVEN_SECONDS = 60.0
 """Seconds of service after which a replica's earlier failures count no more."""
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from enum import StrEnum
 
+MAX_FAILURES = 6
+"""Failed starts and early deaths in a row after which a replica is given up; failed catch-ups, and it restarts."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second try, doubled before each later one."""
 
@@ -61,3 +63,18 @@ def problems_of(replicas: Iterable[Replica]) -> str:
     """Why none of these replicas is left."""
     found = "; ".join(f"replica {each.index}: {each.problem}" for each in replicas if each.problem)
     return f"no replica of the fleet is left ({found or 'all were scaled away'})"
+
+
+def describe_loss(replica: Replica, num_requests: int = 0, *, others_serve: bool = True) -> str:
+    """Word how a fleet continues after a replica is lost or did not start, and with the requests that it had."""
+    if replica.state is ReplicaState.STARTING:
+        seconds = backoff(replica.num_failures)
+        what = f"It is started again{f' in {seconds:g} s' if seconds else ''}"
+    elif replica.num_failures >= MAX_FAILURES:
+        what = f"It is given up after {replica.num_failures} failures in a row"
+    else:
+        what = "It was being removed"
+    if not num_requests:
+        return f"{what}."
+    are = "request it had continues" if num_requests == 1 else f"{num_requests} requests it had continue"
+    return f"{what}. The {are} {'at another replica' if others_serve else 'when a replica serves'}."

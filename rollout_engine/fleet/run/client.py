@@ -24,7 +24,7 @@ from rollout_engine.engine.calls import CallFuture
 from rollout_engine.engine.client import ANYWHERE, Listener, Route
 from rollout_engine.fleet.plan.balancer import Balancer
 from rollout_engine.fleet.plan.brain import Brain
-from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState
+from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState, describe_loss
 from rollout_engine.fleet.run.adapters import ADAPTER_VERBS, FleetAdapters
 from rollout_engine.fleet.run.calls import FleetCalls
 from rollout_engine.fleet.run.dispatcher import Dispatcher
@@ -252,9 +252,13 @@ class FleetClient:
 
     def not_started(self, index: int, problem: Exception) -> None:
         """Note that a replica did not start."""
-        logger.warning("replica %d did not start: %s", index, problem)
+        reason = problem.cause if isinstance(problem, EngineDeadError) else str(problem).rstrip(".")
         with self._lock:
-            self._dispatcher.do(self._brain.note_loss(index, str(problem), time.monotonic()))
+            actions = self._brain.note_loss(index, reason, time.monotonic())
+            logger.warning(
+                "replica %d did not start: %s. %s", index, reason, describe_loss(self._brain.replicas[index])
+            )
+            self._dispatcher.do(actions)
             self._settle_replacement()
 
     def lags(self, member: Member) -> bool:
@@ -300,10 +304,14 @@ class FleetClient:
         """Continue without a replica."""
         with self._lock:
             if self._members.get(member.index) is member:
-                logger.error("replica %d is lost: %s", member.index, error)
+                lost, moving = self._brain.replicas[member.index], len(self._brain.ledger.of_replica(member.index))
                 del self._members[member.index]
                 self._supervisor.retire(member)
-                self._dispatcher.do(self._brain.note_loss(member.index, str(error), time.monotonic()))
+                actions = self._brain.note_loss(member.index, error.cause, time.monotonic())
+                moving = 0 if self._brain.is_dead else moving  # else they fail
+                outlook = describe_loss(lost, moving, others_serve=bool(self._brain.serving))
+                logger.error("replica %d is lost: %s. %s", member.index, error.cause, outlook)
+                self._dispatcher.do(actions)
                 self._settle_replacement()
 
     def _update_ended(

@@ -7,14 +7,13 @@ scaled gets a new group of another size.
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.fleet.run.processes import ProcessProvider, ProcessReplica, with_threads
 from rollout_engine.fleet.run.provider import Provider
 from rollout_engine.process.engine_group import EngineGroup
-from rollout_engine.process.process_client import ProcessClient
 
 
 class _Family(NamedTuple):
@@ -70,10 +69,9 @@ class GroupProvider(ProcessProvider):
                 raise ConfigError(f"Replica {index} belongs to a group that was scaled away.")
             settings = family.group.take_place(family.indexes.index(index))
         config = with_threads(config, len(os.sched_getaffinity(0)) // settings.size)
-        options: Any = dict(hang_seconds=self._hang_seconds, start_seconds=self._start_seconds)
         has_started = False
         try:
-            replica = ProcessReplica(ProcessClient.start(config, **options, group=settings))
+            replica = self._start(index, config, group=settings)
             has_started = True
         finally:
             family.group.settle(settings, has_started=has_started)

@@ -3,11 +3,15 @@
 import logging
 import os
 import platform
+import threading
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from rollout_engine.base.config import EngineConfig
-from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.errors import ConfigError, LifecycleError
+from rollout_engine.process.core_launcher import CoreProcess
 from rollout_engine.process.process_client import HANG_SECONDS, START_SECONDS, ProcessClient
 
 logger = logging.getLogger("rollout_engine")
@@ -36,6 +40,10 @@ class ProcessProvider:
 
     def __init__(self, *, hang_seconds: float = HANG_SECONDS, start_seconds: float = START_SECONDS) -> None:
         self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
+        self._loading: dict[int, CoreProcess] = {}
+        """Replica -> its process, while that loads the model."""
+        self._is_closed = False
+        self._loading_lock = threading.Lock()
 
     def share(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
         """The configuration of each of `num_replicas`: its share of the processors, unless `config` sets its own."""
@@ -55,14 +63,33 @@ class ProcessProvider:
 
     def start(self, index: int, config: EngineConfig) -> ProcessReplica:
         """Start a core and wait until its model is loaded."""
-        client = ProcessClient.start(config, hang_seconds=self._hang_seconds, start_seconds=self._start_seconds)
-        return ProcessReplica(client)
+        return self._start(index, config)
 
     def close(self) -> None:
-        """Do nothing: a replica that is starting is ended once it has started."""
+        """Start nothing more, and kill the cores that load their models: their `start` raises."""
+        with self._loading_lock:
+            self._is_closed = True
+            loading = list(self._loading.values())
+        for process in loading:
+            process.kill()
 
     def shutdown(self) -> None:
         """Do nothing: all that there is belongs to replicas."""
+
+    def _start(self, index: int, config: EngineConfig, **options: Any) -> ProcessReplica:
+        options |= dict(hang_seconds=self._hang_seconds, start_seconds=self._start_seconds)
+        try:
+            return ProcessReplica(ProcessClient.start(config, on_process=partial(self._add_loading, index), **options))
+        finally:
+            with self._loading_lock:
+                self._loading.pop(index, None)
+
+    def _add_loading(self, index: int, process: CoreProcess) -> None:
+        """Have `close` kill this process. Raises `LifecycleError` after `close`."""
+        with self._loading_lock:
+            if self._is_closed:
+                raise LifecycleError("start: the fleet is being closed. Make a new one.")
+            self._loading[index] = process
 
 
 def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:

@@ -96,8 +96,8 @@ class Agent:
         if self.reward is not None:
             _check_reward(self.reward)
         if self.command and shutil.which(self.command[0], path=self.path) is None:
-            hint = "Give a path, or the name of a program on PATH."
-            raise RequestError.for_field("env", self.command[0], "a program that can be run", hint)
+            bound = "a program that can be run: a path, or the name of one on PATH"
+            raise RequestError.for_field("program", self.command[0], bound)
 
     @property
     def path(self) -> str:
@@ -108,7 +108,10 @@ class Agent:
 def as_agent(env: Any) -> Agent | None:
     """The agent that `env=` of a rollout describes; None: it is another environment. Raises `RequestError`."""
     if isinstance(env, str) and env.startswith(PREFIX):
-        return Agent(env.removeprefix(PREFIX))
+        try:
+            return Agent(env.removeprefix(PREFIX))
+        except RequestError as problem:  # of the command, which is all that there is
+            raise RequestError.for_field("env", env, problem.bound) from None
     return env if isinstance(env, Agent) else None
 
 
@@ -117,18 +120,22 @@ def _command(program: str | Sequence[str]) -> list[str]:
     if not isinstance(program, str):
         words = list(program) if isinstance(program, list | tuple) else []
         if not words or not all(isinstance(word, str) and "\0" not in word for word in words):
-            raise RequestError.for_field("env", program, "a command, its words in a list, or a function")
+            raise RequestError.for_field("program", program, "a command, its words in a list, or a function")
         return words
     try:
         words = shlex.split(program)
     except ValueError as problem:
-        raise RequestError.for_field("env", program, f"a command that can be split into words ({problem})") from None
+        raise RequestError.for_field(
+            "program", program, f"a command that can be split into words ({problem})"
+        ) from None
     if not words or "\0" in program:
-        raise RequestError.for_field("env", program, 'a command, such as "agent:my_agent.py --fast"')
+        raise RequestError.for_field("program", program, "a command, such as 'my_agent.py --fast'")
     first, *others = words
     if first.endswith(".py"):
         if not os.path.isfile(first):
-            raise RequestError.for_field("env", first, f"a script that exists; the current directory is {os.getcwd()}")
+            raise RequestError.for_field(
+                "program", first, f"a script that exists; the current directory is {os.getcwd()}"
+            )
         return [sys.executable, *map(_absolute, words)]
     return [_absolute(first) if os.sep in first else first, *map(_absolute, others)]
 

@@ -1,5 +1,6 @@
 """Order, budget, chunks, preemption, forks: seen in the `SchedulerOutput`s that reach the executor."""
 
+import msgspec
 import pytest
 
 from rollout_engine.core import config
@@ -248,3 +249,15 @@ def test_a_known_prefix_is_computed_again_where_its_log_probs_are_asked_for(make
         rig.run()
     assert [rig.ends[name, 0].num_cached_tokens for name in ("all states", "sampled states")] == [0, 12]
     rig.assert_clean()
+
+
+def test_tokens_that_a_lost_engine_had_computed_are_counted_as_computed_again(make_rig):
+    whole, moved = make_rig(), make_rig()
+    whole.add("a", [5, 6, 7, 8, 9], max_tokens=8)
+    whole.run()
+    request, known = whole.requests["a"], whole.tokens["a", 0][:3]
+    moved.core.add_request(msgspec.structs.replace(request, output_token_ids=known))
+    moved.keys[0], moved.requests["a"], moved.tokens["a", 0] = ("a", 0), request, known.copy()
+    moved.run()
+    assert whole.core.stats.num_recomputed_tokens == 0
+    assert moved.core.stats.num_recomputed_tokens == 5 + 3 - 1  # the last token's KV was never computed

@@ -145,6 +145,19 @@ def test_the_figures_of_the_performance_page_are_committed_ones(tools):
     assert not [name for name in figures if f"| {name} |" not in tools["figures"].markdown()]
 
 
+def test_slow_figures_are_those_of_their_day():
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    folders = {"AVX-512": "amd-epyc-avx512_bf16-2", "AVX2": "amd-epyc-avx2-2", "H200": "nvidia-h200"}
+    row = r"^\| `([^`]+)` \| `([^`]+)`[^|]* \| ([\d.,]+) \| ([\w-]+) \| (2026-[\d-]+) \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert len(rows) == len(re.findall(r" \| 2026-[\d-]+ \|$", text, re.MULTILINE)) > 20
+    for name, path, value, machine, day in rows:
+        found = json.loads((RESULTS / folders[machine] / f"{day}.json").read_text(encoding="utf-8"))["figures"][name]
+        for key in path.split("."):
+            found = found[key]
+        assert found == rounded(value), (name, path)
+
+
 def test_the_figures_of_int8_are_committed_ones():
     text, figures = (DOCS / "exactness.md").read_text(encoding="utf-8"), committed_figures()
     rates = re.findall(r"^\| (1|8|64) " + r"\| ([\d.]+) " * 6 + r"\|$", text, re.MULTILINE)

@@ -9,7 +9,8 @@ from rollout_engine.base.errors import RetryableError
 from rollout_engine.base.messages import EngineCoreOutputs, EngineCoreRequest, Pooled, SequenceEnd
 from rollout_engine.fleet.plan.actions import Abort, CatchUp, Fail, Send, Start, Stop
 from rollout_engine.fleet.plan.balancer import Balancer
-from rollout_engine.fleet.plan.brain import MAX_FAILURES, Brain
+from rollout_engine.fleet.plan.brain import Brain
+from rollout_engine.fleet.plan.replica_state import MAX_FAILURES
 
 
 def request_of(first, n=1):

@@ -4,13 +4,15 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
-from rollout_engine import SamplingParams
+from rollout_engine import EngineDeadError, SamplingParams
 from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.fake_executor import fake_features, fake_next_token
 from rollout_engine.engine.client import Route
+from rollout_engine.fleet.plan.replica_state import MAX_FAILURES, Replica, ReplicaState, describe_loss
 from tests.unit.fake_engine import VOCAB_SIZE
 from tests.unit.fleet.fake_fleet import make_service
 
@@ -95,3 +97,30 @@ def test_a_request_whose_replica_dies_goes_on_elsewhere_with_its_pictures():
             context.append(token_id)
     assert [len(heard.tokens[index]) for index in range(2)] == [60, 60]
     assert ended == {0: ("length", None), 1: ("length", None)}
+
+
+@pytest.mark.parametrize(
+    ("num_failures", "num_requests", "others_serve", "words"),
+    [
+        (1, 0, True, "It is started again."),
+        (3, 1, True, "It is started again in 2 s. The request it had continues at another replica."),
+        (2, 5, False, "It is started again in 1 s. The 5 requests it had continue when a replica serves."),
+        (MAX_FAILURES, 2, True, "It is given up after 6 failures in a row. The 2 requests it had continue at another"),
+    ],
+)
+def test_the_log_says_what_happens_after_a_loss(num_failures, num_requests, others_serve, words):
+    replica = Replica(0)
+    replica.num_failures = num_failures
+    replica.state = ReplicaState.DEAD if num_failures == MAX_FAILURES else ReplicaState.STARTING
+    assert describe_loss(replica, num_requests, others_serve=others_serve).startswith(words)
+
+
+def test_a_fleet_does_not_ask_for_a_new_engine_when_it_makes_one(caplog):
+    service, provider = make_service()
+    lost = EngineDeadError(f"The engine's core is gone: it was killed.{EngineDeadError.ADVICE}")
+    with service:
+        client = service.frontend.client
+        client.handle_loss(client._members[0], lost)
+        assert str(lost).endswith("Make a new engine.")
+    assert "replica 0 is lost: The engine's core is gone: it was killed. It is started again." in caplog.text
+    assert "new engine" not in caplog.text

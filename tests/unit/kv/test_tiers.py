@@ -25,9 +25,15 @@ def test_names_make_connectors(memory):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("", "must be 'host', 'shm', 'disk:DIRECTORY', or a class of yours"),
+        ("", "must be 'host' .*, 'shm' .*, 'disk:DIRECTORY', or a class of yours"),
         ("hots", "Did you mean 'host'"),
-        ("host:4", "kv_connector='host:4' is not allowed"),
+        ("host:4", "kv_connector='host:4' is not allowed.* kv_connector_bytes=4 << 30 is 4 GiB"),
+        ("host:1GB", "Its size in bytes is an option of its own"),
+        ("cpu:1GB", "Did you mean 'host'.* kv_connector_bytes="),
+        ("cpu", "Did you mean 'host'"),
+        ("Memory", "Did you mean 'host'"),
+        ("ssd", "Did you mean 'disk:DIRECTORY'"),
+        ("memory:Store", "'memory:Store' cannot be made"),
         ("shm:here", "is not allowed"),
         ("disk", "is not allowed"),
         ("disk:", "must name a directory"),

@@ -77,3 +77,19 @@ def test_wrong_arguments_are_refused(program, options, said):
 @pytest.mark.parametrize("reward", [lambda **facts: 1.0, lambda task, weight=2.0: weight, max])
 def test_reward_functions_of_any_form_are_taken(reward):
     assert Agent("sh", reward=reward).reward is reward
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ("agent:absent.py --fast", "env='agent:absent.py --fast' is not allowed: must be a script that exists"),
+        ("agent:no-such-program-here", "env='agent:no-such-program-here' is not allowed: must be a program that can"),
+        ("agent:", "env='agent:' is not allowed: must be a command"),
+    ],
+)
+def test_errors_show_what_was_given_as_env(env, said):
+    with pytest.raises(RequestError) as refusal:
+        as_agent(env)
+    assert str(refusal.value).startswith(said) and refusal.value.field == "env"
+    with pytest.raises(RequestError, match="^program="):
+        Agent(env.removeprefix("agent:"))
