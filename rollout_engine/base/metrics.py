@@ -143,6 +143,17 @@ class KVTierStats(msgspec.Struct):
     """Time in its `save`."""
 
 
+class RoundStats(msgspec.Struct):
+    """Rounds of engines that divide a mixture's experts, since start; all 0 without `data_parallel_size`."""
+
+    num_rounds: int = 0
+    """Rounds with rows of this engine's own requests: one for each forward."""
+    num_dummies: int = 0
+    """Rounds without: another engine had begun them, and this one computed its experts alone."""
+    wait_seconds: float = 0.0
+    """Time in which steps of this engine waited for the others."""
+
+
 class CoreStats(msgspec.Struct):
     """Counters of the engine core since start."""
 
@@ -176,6 +187,7 @@ class CoreStats(msgspec.Struct):
     """Tokens computed in a step."""
     pictures: PictureStats = msgspec.field(default_factory=PictureStats)
     kv_tier: KVTierStats = msgspec.field(default_factory=KVTierStats)
+    rounds: RoundStats = msgspec.field(default_factory=RoundStats)
 
     def add_pause(self, seconds: float) -> None:
         """Count a pause that took `seconds` to complete."""

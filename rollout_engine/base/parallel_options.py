@@ -32,7 +32,6 @@ def check_stages(config: Any) -> None:
         "deterministic=False": (config.deterministic is False, "stages have the bits of one process"),
         "async_scheduling=True": (config.async_scheduling is True, "as many steps are in flight as there are stages"),
         "speculation": (config.speculates is not None, "a step behind drafts waits for them, which empties the pipe"),
-        "quantization": (config.quantization is not None, "stages have the bits of one engine that is not rounded"),
     }
     for other, (is_set, reason) in found.items():
         if is_set:

@@ -6,27 +6,23 @@ commit                         the experts are used by no engine from before it 
 """
 
 import hashlib
-import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout_engine.base.errors import LifecycleError
+from rollout_engine.execution.part_weights import PartWeights
 from rollout_engine.execution.rank_parts import RankParts
-from rollout_engine.kernels.cpu.stream import streaming_copy
 from rollout_engine.model.ranks.cut import ModelCut
 from rollout_engine.model.ranks.exchange import WINDOW_BYTES
 from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.weights.held_weights import HeldWeights
 from rollout_engine.weights.manifest_checks import ManifestChecks
 from rollout_engine.weights.transaction import WeightUpdater
-from sync.manifest import TensorSpec, dtype_name, total_digest
+from sync.manifest import TensorSpec, total_digest
 from sync.pieces import Lacking
-from sync.tensor_writer import TensorWriter
 
 
 def key_of(version: int, digest: str) -> int:
@@ -35,7 +31,7 @@ def key_of(version: int, digest: str) -> int:
     return int.from_bytes(found, "little") >> 1
 
 
-class DividedWeights:
+class DividedWeights(PartWeights):
     """Satisfies `WeightHolder`.
 
     Args:
@@ -44,25 +40,14 @@ class DividedWeights:
         group: closed when weights are overwritten in place.
     """
 
-    takes_parts = False
-
     def __init__(self, own: HeldWeights, cut: ModelCut, group: ExpertGroup) -> None:
-        self._own, self._group = own, group
-        self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        self._parts = RankParts(own, cut.parts, self._window)
-        self.metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in cut.whole.items()}
-        self._dtypes = {name: view.dtype for name, view in cut.whole.items()}
+        window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+        super().__init__(own, RankParts(own, cut.parts, window), cut.whole, window)
+        self._group = group
         self.divided = {name for name, part in cut.parts.items() if part.view.numel() < cut.whole[name].numel()}
         """Names of which this engine has a part, or nothing."""
         self.known: dict[str, TensorSpec] = {}
         """Specs of live tensors that are divided, as the last whole update has named them."""
-        self._using_window, self._inplace = threading.Lock(), False
-        self._placed: dict[int, tuple[str, Tensor]] = {}
-        """Names of the stand-ins that `place` returned, by their ids."""
-        self.writer = TensorWriter(
-            find_copy=streaming_copy, find_upload=lambda out: self._upload if out.is_meta else None
-        )
-        """Writes to the tensors that `place` returns."""
 
     def values(self, name: str) -> Tensor:
         """The live values. Raises `LifecycleError` for a weight of which this engine has only a part."""
@@ -85,12 +70,6 @@ class DividedWeights:
     def is_packed(self, name: str) -> bool:
         return name in self.divided or self._own.is_packed(name)
 
-    def takes_pieces(self, name: str) -> bool:
-        return False
-
-    def num_bytes(self, names: Iterable[str]) -> int:
-        return sum(math.prod(self.metadata[name][1]) * self._dtypes[name].itemsize for name in names)
-
     def prepare_weights(self) -> None:
         self._own.prepare_weights()
 
@@ -98,16 +77,14 @@ class DividedWeights:
         assert lacking is None, "updates of divided weights bring all they announce"
         if inplace:
             self._group.close()
-        self._inplace, self._placed = inplace, {}
+        self._begin(inplace=inplace)
         own = None if carried is None else self._parts.known(list(carried))
         self._own.start(inplace=inplace, lacking=None, carried=own)
 
     def place(self, name: str, *, inplace: bool) -> Tensor:
         if name not in self.divided:
             return self._own.place(name, inplace=inplace)
-        out = torch.empty(self.metadata[name][1], dtype=self._dtypes[name], device="meta")
-        self._placed[id(out)] = name, out
-        return out
+        return super().place(name, inplace=inplace)
 
     def pack(self, *, inplace: bool, lacking: Lacking | None, names: Iterable[str]) -> None:
         self._placed = {}
@@ -120,16 +97,6 @@ class DividedWeights:
         self._placed = {}
         self._own.settle()
 
-    def release(self) -> None:
-        self._own.release()
-
-    def copies(self) -> Iterator[Tensor]:
-        return self._own.copies()
-
-    @property
-    def num_resident_bytes(self) -> int:
-        return self._own.num_resident_bytes
-
     @property
     def num_shadow_bytes(self) -> int:
         return self._own.num_shadow_bytes
@@ -140,18 +107,8 @@ class DividedWeights:
     def make_room_for_shadow(self) -> bool:
         return self._own.make_room_for_shadow()
 
-    def beside_steps(self) -> AbstractContextManager[object]:
-        return self._own.beside_steps()
-
-    def _upload(self, out: Tensor, fill: Callable[[memoryview, int], None]) -> None:
-        """Have `fill` write the bytes of a whole weight, piece by piece, into the window, and stage the own part."""
-        name, _ = self._placed[id(out)]
-        step = WINDOW_BYTES // out.itemsize
-        for start in range(0, out.numel(), step):
-            stop = min(start + step, out.numel())
-            with self._using_window:
-                fill(self._window[: (stop - start) * out.itemsize].numpy().data, start * out.itemsize)
-                self._parts.stage(name, start, stop, inplace=self._inplace)
+    def _stage_piece(self, name: str, start: int, stop: int) -> None:
+        self._parts.stage(name, start, stop, inplace=self._inplace)
 
 
 class DividedUpdater(WeightUpdater):

@@ -190,11 +190,7 @@ class RankTeam:
         return number
 
     def score_piece(self, number: int) -> None:
-        serial = -1
-        if self.feed is not None:
-            serial = self.feed.book()
-            self.feed.begin_other(serial)
-        self._tell(ScorePiece(number, serial))
+        self._tell(ScorePiece(number, -1 if self.feed is None else self.feed.begin_other()))
 
     def end_score(self, number: int) -> None:
         with suppress(EngineDeadError):  # then no rank computes it

@@ -50,9 +50,14 @@ class StepFeed:
             self._pipe.serial = serial
             self._pending = {each for each in self._pending if each > serial}
 
-    def begin_other(self, serial: int) -> None:
-        """Rank 0 computes a forward of no step, such as a score's; steps that were announced follow."""
-        self._pipe.serial = serial
+    def begin_other(self) -> int:
+        """Rank 0 computes a forward of no step now, such as a score's; returns its serial.
+
+        It has computed all steps that were announced, but for those behind one that failed, which it asks for no more.
+        """
+        self._pending.clear()
+        self._pipe.serial = self.book()
+        return self._pipe.serial
 
     def book(self) -> int:
         """The serial of a further forward, which every stage computes; its place on each belt is free."""

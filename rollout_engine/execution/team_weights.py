@@ -5,50 +5,32 @@ pack: on all ranks, each next to its live copies; if one fails, nothing is live 
 commit: on all ranks, between two steps
 """
 
-import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from rollout_engine.execution.part_weights import PartWeights, pieces_of
 from rollout_engine.execution.rank_parts import Piece, RankParts
 from rollout_engine.execution.rank_team import RankTeam
-from rollout_engine.kernels.cpu.stream import streaming_copy
-from rollout_engine.model.ranks.exchange import WINDOW_BYTES
 from rollout_engine.weights.held_weights import HeldWeights
 from sync.digests import Digest, tensor_bytes
-from sync.manifest import TensorSpec, dtype_name
+from sync.manifest import TensorSpec
 from sync.pieces import Lacking
-from sync.tensor_writer import TensorWriter
 
 
-class TeamWeights:
+class TeamWeights(PartWeights):
     """Satisfies `WeightHolder` for the weights of all ranks; made on rank 0.
 
     Args:
         team: the other ranks.
-        parts: rank 0's own.
-        whole: every accepted name as a view of the whole weights, without values.
+        own, parts, whole: as of `PartWeights`; rank 0's.
     """
 
-    takes_parts = False
-
     def __init__(self, team: RankTeam, own: HeldWeights, parts: RankParts, whole: Mapping[str, Tensor]) -> None:
-        self._team, self._own, self._parts = team, own, parts
-        self.metadata = {name: (dtype_name(view.dtype), tuple(view.shape)) for name, view in whole.items()}
-        self._dtypes = {name: view.dtype for name, view in whole.items()}
-        self._window, self._window_is_shared = team.exchange.window, team.exchange.window_is_shared
-        self._using_window = threading.Lock()
-        self._inplace = False
-        self._placed: dict[int, tuple[str, Tensor]] = {}
-        """Names of tensors that `place` returned, by their ids."""
-        self.writer = TensorWriter(
-            find_copy=streaming_copy, find_upload=lambda out: self._upload if out.is_meta else None
-        )
-        """Writes to the tensors that `place` returns."""
+        super().__init__(own, parts, whole, team.exchange.window)
+        self._team, self._window_is_shared = team, team.exchange.window_is_shared
 
     def values(self, name: str) -> Tensor:
         """The whole live values, a copy."""
@@ -73,7 +55,7 @@ class TeamWeights:
     def _read(self, name: str) -> Iterator[Tensor]:
         """The elements of a live weight in order, in the window until the next ones are asked for."""
         dtype = self._dtypes[name]
-        for start, stop in _pieces(self.metadata[name][1], dtype.itemsize):
+        for start, stop in pieces_of(self.metadata[name][1], dtype.itemsize):
             with self._using_window:
                 self._read_piece(name, start, stop)
                 yield self._window[: (stop - start) * dtype.itemsize].view(dtype)
@@ -90,12 +72,6 @@ class TeamWeights:
     def is_packed(self, name: str) -> bool:
         return name not in self._own.metadata or self._own.is_packed(name)
 
-    def takes_pieces(self, name: str) -> bool:
-        return False
-
-    def num_bytes(self, names: Iterable[str]) -> int:
-        return sum(math.prod(self.metadata[name][1]) * self._dtypes[name].itemsize for name in names)
-
     def prepare_weights(self) -> None:
         self._team.ask("prepare_weights", self._own.prepare_weights)
 
@@ -103,14 +79,9 @@ class TeamWeights:
         assert lacking is None, "updates of a team bring all they announce"
         names = None if carried is None else list(carried)
         own = None if names is None else self._parts.known(names)
-        self._inplace, self._placed = inplace, {}
+        self._begin(inplace=inplace)
         start = partial(self._own.start, inplace=inplace, lacking=None, carried=own)
         self._team.ask("start_weights", start, inplace=inplace, carried=names)
-
-    def place(self, name: str, *, inplace: bool) -> Tensor:
-        out = torch.empty(self.metadata[name][1], dtype=self._dtypes[name], device="meta")
-        self._placed[id(out)] = name, out
-        return out
 
     def pack(self, *, inplace: bool, lacking: Lacking | None, names: Iterable[str]) -> None:
         every = list(names)
@@ -126,17 +97,6 @@ class TeamWeights:
         self._placed = {}
         self._team.ask("settle_weights", self._own.settle)
 
-    def release(self) -> None:
-        """Free rank 0's; the others do so when they release their weights."""
-        self._own.release()
-
-    def copies(self) -> Iterator[Tensor]:
-        return self._own.copies()
-
-    @property
-    def num_resident_bytes(self) -> int:
-        return self._own.num_resident_bytes
-
     @property
     def num_shadow_bytes(self) -> int:
         return self._own.num_shadow_bytes * self._team.num_ranks
@@ -147,17 +107,6 @@ class TeamWeights:
     def make_room_for_shadow(self) -> bool:
         return self.num_bytes_to_shadow() <= self._own.num_free_bytes
 
-    def beside_steps(self) -> AbstractContextManager[object]:
-        return self._own.beside_steps()
-
-    def _upload(self, out: Tensor, fill: Callable[[memoryview, int], None]) -> None:
-        """Have `fill` write the bytes of a whole weight, piece by piece, into the window, for all ranks to stage."""
-        name, _ = self._placed[id(out)]
-        for start, stop in _pieces(out.shape, out.itemsize):
-            with self._using_window:
-                fill(self._window[: (stop - start) * out.itemsize].numpy().data, start * out.itemsize)
-                self._stage_piece(name, start, stop)
-
     def _stage_piece(self, name: str, start: int, stop: int) -> None:
         """Have every rank stage its part of elements [start, stop), which are in the window."""
         own = partial(self._parts.stage, name, start, stop, inplace=self._inplace)
@@ -166,11 +115,3 @@ class TeamWeights:
             piece = Piece(self._window, start, stop, self._dtypes[name])
             apart = [{"content": piece.bytes_of(regions[name])} for regions in self._team.regions]
         self._team.ask("stage_weight", own, apart=apart, name=name, start=start, stop=stop, inplace=self._inplace)
-
-
-def _pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that fit the window: rows of the last dimension, of which ranks may have some columns."""
-    count, most = math.prod(shape), WINDOW_BYTES // itemsize
-    row = shape[-1] if shape and count else 1
-    step = most // row * row or most
-    return ((start, min(start + step, count)) for start in range(0, count, step))

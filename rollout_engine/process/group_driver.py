@@ -24,6 +24,7 @@ class GroupDriver(ServingDriver):
         self._unbegun: deque[Call] = deque()
         """Calls in pieces of which none has run."""
         super().__init__(core, executor, *args, **options)
+        core.stats.rounds = self._group.stats
 
     def can_progress(self) -> bool:
         if not self._computes():
@@ -34,8 +35,7 @@ class GroupDriver(ServingDriver):
         if not self._computes():
             return super().step()
         if not self._group.enter(_PATIENCE):
-            if self._waiting:
-                self._end_calls()
+            self._end_without_group()
             return
         try:
             super().step()
@@ -48,6 +48,21 @@ class GroupDriver(ServingDriver):
         """Whether a step would run the model."""
         has_work = self.core.lifecycle.can_step and self.core.num_in_flight > 0
         return has_work or bool(self._pieces) or bool(self._unbegun)
+
+    def _end_without_group(self) -> None:
+        """End the calls that compute no more, whether or not the group becomes ready."""
+        unbegun, self._unbegun = self._unbegun, deque()
+        begun = [self._pieces.pop() for _ in range(len(self._pieces))]
+        for calls, put_back in ((unbegun, self._unbegun.append), (begun, self._pieces.add)):
+            for call in calls:
+                (self._run_piece if self._is_given_up(call) else put_back)(call)
+        if self._waiting:
+            self._end_calls()
+
+    def _is_given_up(self, call: Call) -> bool:
+        """Whether the next piece of a call ends it without computing: it is cancelled, or late, or has no weights."""
+        lifecycle = self.core.lifecycle
+        return call.future.cancelled() or call.is_late or lifecycle.dirty or "weights" in lifecycle.asleep
 
     def begin_pieces(self, call: Call) -> None:
         self._unbegun.append(call)

@@ -196,6 +196,9 @@ def _core_counters(metrics: CoreMetrics) -> Values:
         ("kv_failures", "Calls of the connector that raised or hung.", core.kv_tier.num_failures),
         ("kv_load_seconds", "Seconds in which steps waited for loads.", core.kv_tier.load_seconds),
         ("kv_save_seconds", "Seconds spent handing blocks over.", core.kv_tier.save_seconds),
+        ("expert_rounds", "Rounds of divided experts with rows of own requests.", core.rounds.num_rounds),
+        ("expert_dummy_rounds", "Rounds that other engines began, without own rows.", core.rounds.num_dummies),
+        ("expert_wait_seconds", "Seconds in which steps waited for other engines.", core.rounds.wait_seconds),
     ]
 
 

@@ -8,19 +8,25 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import httpx2
 import numpy as np
 import pytest
 
-from rollout_engine import LLM, EngineConfig, LLMEngine, RolloutService, SamplingParams
-from rollout_engine.base.errors import LifecycleError
+from rollout_engine import LLM, AsyncLLM, EngineConfig, LLMEngine, RolloutService, SamplingParams
+from rollout_engine.base.errors import CallTimeoutError, GenerateTimeoutError, LifecycleError
 from rollout_engine.kernels.cpu import phases
+from rollout_engine.serve.options import ServeOptions
+from rollout_engine.serve.server import HttpServer
 from rollout_engine.testing import tiny_checkpoint, tiny_model
 from rollout_engine.testing.adapters import random_adapter
 from rollout_engine.testing.architectures import sizes_of
 
 pytestmark = pytest.mark.skipif(not phases.is_available(), reason="no C++ compiler here")
 
+EXTENSION = "tests.parity.expert_sizes:ExpertSizes"
 OPTIONS = dict(skip_tokenizer_init=True, num_kv_blocks=64, log_stats=False, num_threads=1)
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 9, 17, 3)]
 PARAMS = SamplingParams(max_tokens=12, n=2, logprobs=0, seed=5, ignore_eos=True)
@@ -62,14 +68,15 @@ def test_two_engines_have_the_bits_of_one_through_updates_and_sleeps(tmp_path):
         first, scores = samples_of(llm), scores_of(llm)
         report = llm.update_weights(new)
         second = samples_of(llm)
-    extension = "tests.parity.expert_sizes:ExpertSizes"
-    with served(path, worker_extensions=(extension,)) as service:
+    with served(path, worker_extensions=(EXTENSION,)) as service:
         assert samples_of(service) == first
         for index in (0, 1):  # the other one has no work, and takes part in every round
             assert samples_of(service, replica_index=index) == first
         assert scores_of(service) == scores
         sizes = [sum(own) for (own,) in service.collective_rpc("get_expert_sizes").values()]
         assert max(sizes) <= 0.6 * sum(sizes)
+        rounds = [each.core.counters.rounds for each in service.get_metrics().replicas.values()]
+        assert all(each.num_rounds and each.num_dummies and each.wait_seconds for each in rounds)
         for level in (0, 1):
             service.sleep(level=level)
             service.wake_up()
@@ -185,6 +192,86 @@ def test_a_sleep_that_waits_lets_requests_of_all_engines_end(tmp_path):
         assert all(len(output.token_ids) == 200 for result in found for output in result.outputs)
         service.wake_up()
         assert samples_of(service) == expected
+
+
+@pytest.mark.slow
+def test_a_sleep_that_waits_counts_requests_that_no_engine_has_taken_yet(tmp_path):
+    """One engine falls asleep at once, and the other one finds a request before its own order to sleep."""
+    path, found = tiny_checkpoint(tmp_path, "qwen3_moe"), []
+    with served(path, worker_extensions=(EXTENSION,)) as service:
+        for level in (1, 2):
+            busy = dict(method="be_busy", args=(1.0,), replica_index=1)
+            generate = partial(service.generate, PROMPTS, PARAMS, use_tqdm=False, replica_index=1)
+            threads = [
+                threading.Thread(target=lambda busy=busy: service.collective_rpc(**busy)),
+                threading.Thread(target=lambda generate=generate: found.extend(generate())),
+            ]
+            for thread in threads:
+                thread.start()
+                time.sleep(0.2)
+            service.sleep(level=level, mode="wait", drain_timeout=60)
+            assert service.is_sleeping()
+            for thread in threads:
+                thread.join(60)
+            service.wake_up()
+    assert all(len(output.token_ids) == 12 for result in found for output in result.outputs)
+    assert len(found) == 2 * len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_calls_end_in_time_while_another_engine_sleeps(tmp_path):
+    path = tiny_checkpoint(tmp_path, "qwen3_moe")
+    with served(path) as service:
+        calls = service.frontend.client.calls
+        calls.on_one(0, "sleep", dict(level=1, mode="abort", drain_timeout=None)).result(60)
+        with pytest.raises(GenerateTimeoutError):
+            service.generate(PROMPTS, PARAMS, use_tqdm=False, replica_index=1, timeout_seconds=0.5)
+        wait_for(lambda: service.get_num_unfinished_requests(1) == 0)
+        with pytest.raises(CallTimeoutError):
+            calls.on_one(1, "score", score_arguments(timeout=0.5)).result(60)
+        score = calls.on_one(1, "score", score_arguments())
+        calls.on_one(1, "sleep", dict(level=1, mode="abort", drain_timeout=None)).result(60)
+        with pytest.raises(LifecycleError, match="score: not possible while the engine is ASLEEP"):
+            score.result(60)
+        service.wake_up()
+        assert len(scores_of(service)) == len(SCORED[0])
+
+
+def score_arguments(timeout=None):
+    options = dict(temperature=1.0, lora=None, routed_experts=None, pictures=None, timeout=timeout)
+    return dict(prompt_token_ids=SCORED[0], completion_token_ids=SCORED[1]) | options
+
+
+@pytest.mark.slow
+def test_a_server_stops_scheduling_on_all_engines(tmp_path):
+    """Level 0 over HTTP: requests wait on both engines, weights may change, and all end after `/wake_up`."""
+    path = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    new = tiny_checkpoint(tmp_path / "new", "qwen3_moe", seed=3)
+    with LLM(str(path), **OPTIONS) as llm:
+        llm.update_weights(str(new))
+        params = PARAMS.clone(n=1)
+        expected = [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+    engine = AsyncLLM(str(path), data_parallel_size=2, **OPTIONS)
+    with HttpServer(engine, ServeOptions(port=0)) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+        assert client.post("/sleep", params=dict(level=0)).is_success
+        assert client.get("/is_sleeping").json()["is_sleeping"]
+        fields = dict(model="default", max_tokens=12, seed=5, ignore_eos=True, return_token_ids=True)
+
+        def ask(rank, prompt):
+            body = fields | dict(prompt=prompt["prompt_token_ids"])
+            return client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)}).json()
+
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, rank, prompt) for rank in (0, 1) for prompt in PROMPTS]
+            time.sleep(0.5)
+            assert not any(each.done() for each in asked)
+            assert client.post("/update_weights_from_disk", json=dict(model_path=str(new))).is_success
+            assert not any(each.done() for each in asked)
+            assert client.post("/wake_up").is_success
+            found = [each.result()["choices"][0]["token_ids"] for each in asked]
+        assert found == expected * 2
+        assert "rollout_engine_expert_dummy_rounds_total" in client.get("/metrics").text
+    engine.shutdown()
 
 
 @pytest.mark.slow

@@ -108,6 +108,17 @@ def test_stages_say_what_one_process_says(tmp_path, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounded_layers_are_those_of_one_process(tmp_path, dtype):
+    fields, found = fields_of("llama", _MORE), []
+    path = tiny_checkpoint(tmp_path, "llama", **fields)
+    for num_stages in (1, 3):
+        with engine_of(path, num_stages, quantization="int8", dtype=dtype) as llm:
+            found.append(story(llm, "llama", fields))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dense", "mixture", "hybrid", "stages of ranks"])
 def test_updates_in_flight_are_those_of_one_process(tmp_path, case):
     """Every token has the log-prob under the version that it names: KV is computed again at each update."""
@@ -181,6 +192,18 @@ def test_adapters_and_saved_parts_are_those_of_one_process(tmp_path, case):
     options = roomy(architecture) | dict(load_format="sharded")
     with engine_of(tmp_path / f"state of {num_stages}", num_stages, num_ranks, **options) as llm:
         assert said(llm) == found[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["dense", "hybrid", "stages of ranks"])
+def test_no_stage_holds_more_than_its_share_of_the_weights(tmp_path, case):
+    architecture, num_stages, num_ranks, given = CASES[case]
+    path = tiny_checkpoint(tmp_path, architecture, **fields_of(architecture, given | dict(num_hidden_layers=4)))
+    extension, sizes = dict(worker_extensions=("tests.parity.expert_sizes:ExpertSizes",)), []
+    for each in ((1, 1), (num_stages, num_ranks)):
+        with engine_of(path, *each, **extension) as llm:
+            sizes.append(llm.collective_rpc("get_weight_size"))
+    assert max(sizes[1]) <= 0.6 * sizes[0][0] / num_ranks + 3000 * (num_ranks - 1)  # norms are on every rank
 
 
 @pytest.mark.slow

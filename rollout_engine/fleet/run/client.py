@@ -28,6 +28,7 @@ from rollout_engine.fleet.plan.replica_state import Replica, ReplicaState, descr
 from rollout_engine.fleet.run.adapters import ADAPTER_VERBS, FleetAdapters
 from rollout_engine.fleet.run.calls import FleetCalls
 from rollout_engine.fleet.run.dispatcher import Dispatcher
+from rollout_engine.fleet.run.group_sleep import sleep_together, sleeps_behind_requests
 from rollout_engine.fleet.run.groups import GroupProvider
 from rollout_engine.fleet.run.kv_peers import introduce_kv_peers
 from rollout_engine.fleet.run.member import Member
@@ -145,6 +146,8 @@ class FleetClient:
         if name in ADAPTER_VERBS:
             self.require_usable()
             return self._adapters.call(name, arguments)
+        if self._groups is not None and sleeps_behind_requests(name, arguments):
+            return sleep_together(self.calls.on_all, arguments)
         return self.calls.on_all(name, arguments)
 
     def update_weights(self, source: WeightSource, version: int | None, options: UpdateOptions) -> UpdateReport:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.base.errors import LifecycleError
+from rollout_engine.base.metrics import RoundStats
 from rollout_engine.base.threads import start_thread
 from rollout_engine.kernels.cpu.turns import BrokenTurnsError
 from rollout_engine.model.ranks.group_memory import MAX_ENGINES, GroupMemory, Part
@@ -59,6 +60,7 @@ class ExpertGroup:
         self.waves = Waves(memory.numbers, rank, memory.exclusive)
         self.layers: list[RoundLayer] = []
         """Mixture layers in the order in which a forward computes them."""
+        self.stats = RoundStats()
         self._key, self._serves = 0, False
         self._round = self._next = 0
         """Number of the round in progress, 0 if none is, and its next layer."""
@@ -96,16 +98,16 @@ class ExpertGroup:
 
     def enter(self, seconds: float) -> bool:
         """Begin a step: until `leave` this thread may compute. False if the group is not ready within `seconds`."""
-        deadline = time.monotonic() + seconds
+        start = time.monotonic()
         self.waves.set_work(True)
-        while not self.waves.try_hold():
-            if time.monotonic() >= deadline:
-                return False
+        while not (is_held := self.waves.try_hold()) and time.monotonic() < start + seconds:
             self._check_others()
             time.sleep(_NAP)
-        self._turn.acquire()
-        self._in_step = True
-        return True
+        if is_held:
+            self._turn.acquire()
+            self._in_step = True
+        self.stats.wait_seconds += time.monotonic() - start
+        return is_held
 
     def leave(self, *, keeps: bool, expects: bool) -> None:
         """End a step. `keeps`: other engines keep their weights until the next one; `expects`: it follows at once."""
@@ -140,6 +142,7 @@ class ExpertGroup:
         if layer == 0:
             self._finish()
             self._round = self.waves.begin_round()
+            self.stats.num_rounds += 1
             if self._round > self._memory.phases.read(_BEGUN):
                 self._memory.phases.announce(_BEGUN, self._round)
         elif not self._round or layer != self._next:
@@ -222,9 +225,12 @@ class ExpertGroup:
 
     def _meet(self, phase: int) -> None:
         """Note the end of a phase, and wait until all engines have reached it."""
+        start = time.monotonic()
         self._memory.phases.raise_to(self.rank, phase)
         while not self._memory.phases.wait(self.size, phase):
             self._check_others()
+        if self._in_step:
+            self.stats.wait_seconds += time.monotonic() - start
 
     def _check_headers(self, phase: int) -> None:
         """Have rows meet experts of the same weights, at the same layer of the same round."""
@@ -256,6 +262,7 @@ class ExpertGroup:
         self._expects_step = False
         with self._turn:
             self._round = self.waves.join_owed()
+            self.stats.num_dummies += bool(self._round)
             while self._round:
                 self._pass_dummy()
 

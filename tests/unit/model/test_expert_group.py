@@ -97,6 +97,8 @@ def test_an_engine_computes_while_the_others_have_nothing_to_do(make_group):
         given = draw(generator, num_rows)
         assert torch.equal(step(first, *given), expected(*given))
     assert second.waves.num_dummies == third.waves.num_dummies == 3 and first.waves.num_dummies == 0
+    assert (first.stats.num_rounds, first.stats.num_dummies) == (3, 0) and first.stats.wait_seconds > 0
+    assert (second.stats.num_rounds, second.stats.num_dummies, second.stats.wait_seconds) == (0, 3, 0)
 
 
 def test_engines_with_work_compute_in_the_same_rounds(make_group):
