@@ -57,6 +57,15 @@ def open_file(path: AnyPath, flags: int = os.O_RDONLY, *, dir_fd: int | None = N
     return file
 
 
+def is_own_file(path: AnyPath, *, dir_fd: int | None = None) -> bool:
+    """Whether there is a file that `open_file` opens, and no link, directory or file of another user."""
+    try:
+        _check_file(os.stat(path, dir_fd=dir_fd, follow_symlinks=False), path)
+    except OSError:
+        return False
+    return True
+
+
 def open_directory(path: AnyPath, *, dir_fd: int | None = None, closed_to: int = OTHERS_WRITE) -> int:
     """Open a directory that is this user's, in which others have none of the rights `closed_to`."""
     _check_directory(os.stat(path, dir_fd=dir_fd, follow_symlinks=False), path, closed_to)

@@ -87,7 +87,7 @@ class AdapterTable:
             bound = f"more than {known.info.revision}, the revision of the adapter '{info.name}' that is served"
             hint = "Its values are other ones than these; remove_lora first where numbers begin anew."
             raise RequestError.for_field("revision", info.revision, bound, hint)
-        changes = self._last_digests.get(info.name, info.digest) != info.digest
+        changes = known is not None or self._last_digests.get(info.name, info.digest) != info.digest
         return msgspec.structs.replace(info, policy_version=live + changes)
 
     def plan_update(self, info: LoRAInfo, version: int | None, live: int) -> LoRAInfo | None:

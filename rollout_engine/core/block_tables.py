@@ -130,7 +130,7 @@ class BlockTables:
         for slot, position in () if self.states is None else self.states.publish(sequence, end):
             if self.tier is not None:
                 identity = sequence.prefix[position // self.block_size - 1]
-                self.tier.note_state(slot, identity, sequence.request, position)
+                self.tier.note_state(slot, identity, sequence.request)
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Publish, for a next turn, the last block of a sequence whose last token was just sampled, and has no KV.
@@ -313,8 +313,7 @@ class BlockTables:
     def _note(self, sequence: Sequence, index: int) -> None:
         """Have a known full block of a sequence saved outside of the pool."""
         if self.tier is not None:
-            end = (index + 1) * self.block_size
-            self.tier.note_block(sequence.block_ids[index], sequence.prefix[index], sequence.request, end)
+            self.tier.note_block(sequence.block_ids[index], sequence.prefix[index], sequence.request)
 
     def _leave_picture(self, sequence: Sequence) -> None:
         """Give up the known blocks behind the start of a picture that they end in, if it must not be split."""

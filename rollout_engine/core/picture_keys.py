@@ -19,6 +19,8 @@ from rollout_engine.base.messages import EngineCoreRequest
 from rollout_engine.base.pictures import PictureInfo
 
 _FIRST, _END = 1 << 30, 1 << 31
+FIRST_KEY = 2 * _FIRST
+"""The smallest key of a picture's token; those of other tokens are their ids, which are smaller."""
 _MAX_KNOWN = 1 << 16
 """Identities that are remembered: those used last. A picture that was forgotten gets a new number: a miss."""
 
@@ -62,6 +64,15 @@ def keyed_prompt(request: EngineCoreRequest, image_token_id: int, number_of: Cal
         keys[placed.start : placed.end] = [number + 1 if each == image_token_id else each for each in span]
         keys[placed.start] = number
     return keys
+
+
+def picture_identities(request: EngineCoreRequest, keys: list[int]) -> dict[int, bytes]:
+    """k -> the 16 bytes that identify a picture and the tokens of its span. `keys`: those of the request's prompt."""
+    tokens = request.prompt_token_ids
+    return {
+        keys[each.start] >> 1: _identity_of(each.picture.digest, tokens[each.start : each.end])
+        for each in request.pictures
+    }
 
 
 def _identity_of(digest: bytes, span: list[int]) -> bytes:

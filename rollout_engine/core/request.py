@@ -8,6 +8,7 @@ from rollout_engine.base.pooling_params import PoolingParams
 from rollout_engine.base.seeds import child_seed
 from rollout_engine.core.adapters import Adapter
 from rollout_engine.core.drafts import Draft
+from rollout_engine.core.picture_keys import picture_identities
 from rollout_engine.core.prefix_cache import PrefixBlock
 
 
@@ -19,7 +20,7 @@ class Request:
 
     __slots__ = (
         *("adapter", "end_token_ids", "forked", "num_cached_tokens"),
-        *("num_live", "prompt_keys", "sequences", "source"),
+        *("num_live", "picture_identities", "prompt_keys", "sequences", "source"),
     )
 
     def __init__(
@@ -33,6 +34,8 @@ class Request:
         self.prompt_keys = prompt_keys
         """Numbers that identify the prompt's tokens in KV blocks, as `PictureKeys` makes them for prompts with
         pictures; None: their ids do."""
+        self.picture_identities = {} if prompt_keys is None else picture_identities(source, prompt_keys)
+        """Number of a picture in these keys -> 16 bytes that identify it in every engine."""
         self.end_token_ids = frozenset([*source.eos_token_ids, *(source.params.stop_token_ids or ())])
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when the request was first scheduled; None before that."""

@@ -230,8 +230,8 @@ class Scheduler:
         )
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether the sequence will end anyway, or the step has no budget left for its prompt."""
-        if sequence.awaits_last_token or self._micro.is_full:
+        """Whether the sequence will end anyway, or the step has no budget left for its prompt or for loads of KV."""
+        if sequence.awaits_last_token or self._micro.is_full or self.tables.has_loaded_enough:
             return True
         if sequence.scores_prompt and not self._scored_budget:
             return True

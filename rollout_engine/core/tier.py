@@ -11,7 +11,6 @@ them: the blocks that these name may have been written since.
 While the digest of the live weights is not known, no key can be made: nothing is loaded or saved.
 """
 
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
@@ -25,6 +24,8 @@ from rollout_engine.core.tier_keys import block_key, root_key, state_key
 
 Rows = list[tuple[int, PrefixBlock]]
 """Consecutive full blocks of a sequence: the number of one that is known here, or -1, and its identity."""
+MAX_STEP_BYTES = 256 << 20
+"""Loads of a step from which on it admits no further sequence, so that those that run need not wait for long."""
 _NUM_DROPS = 3
 """How often keys are dropped, a step apart: steps in flight may save some of them meanwhile."""
 
@@ -72,6 +73,10 @@ class Tables(Protocol):
         """The full blocks of a sequence behind its known ones, up to `num_blocks` of all."""
         ...
 
+    def splits_picture(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether this number of blocks of a sequence ends inside a picture that must be computed as a whole."""
+        ...
+
     def attach_found(self, sequence: Sequence, found: Rows) -> list[int]:
         """Append these to the sequence's known blocks; returns the numbers of those that are new here, to be filled."""
         ...
@@ -109,6 +114,8 @@ class Tier:
         """(block or slot, whether it is a slot) -> key, noted for the next step."""
         self._loads: list[KVLoad] = []
         """Loads of the step that is being scheduled."""
+        self._num_load_bytes = 0
+        """Bytes of these."""
         self._drops: list[tuple[int, list[bytes]]] = []
         """Keys to be dropped again, and how often."""
 
@@ -122,6 +129,11 @@ class Tier:
         """Blocks and states that wait to be saved."""
         return len(self._saves)
 
+    @property
+    def has_loaded_enough(self) -> bool:
+        """Whether the step that is being scheduled has as many loads as one should."""
+        return self._num_load_bytes >= MAX_STEP_BYTES
+
     def prepare(self, tables: Tables, request: Request, other: Preparation | None) -> Preparation | None:
         """Begin to fetch the prefix of a new request, as far as it is not known here.
 
@@ -131,7 +143,7 @@ class Tier:
             return other
         leader = request.leader
         rows = tables.next_blocks(leader, _end_of(leader, tables.block_size))
-        count = self._count_available(rows, request, has_states=tables.keeps_states)
+        count = self._count_available(tables, leader, rows)
         keys = [self._key_of(identity, request) for block, identity in rows[:count] if block < 0]
         if count and tables.keeps_states:
             keys.append(state_key(self._key_of(rows[count - 1][1], request)))
@@ -149,7 +161,7 @@ class Tier:
             return
         request, has_states = sequence.request, tables.keeps_states
         rows = tables.next_blocks(sequence, _end_of(sequence, tables.block_size))
-        count = self._count_available(rows, request, has_states=has_states)
+        count = self._count_available(tables, sequence, rows)
         self.stats.num_missed += count < len(rows)
         found: Rows = []
         loaded: list[memoryview] = []
@@ -160,6 +172,9 @@ class Tier:
                     break
                 loaded.append(data)
             found.append((block, identity))
+        while len(found) < count and found and tables.splits_picture(sequence, len(sequence.prefix) + len(found)):
+            if found.pop()[0] < 0:
+                loaded.pop()
         state = None
         if has_states:
             if len(found) < count or not count:
@@ -171,6 +186,7 @@ class Tier:
             return
         blocks = tables.attach_found(sequence, found)
         self._loads += map(KVLoad, blocks, loaded)
+        self._num_load_bytes += sum(data.nbytes for data in loaded)
         for block, identity in found:
             if block < 0:
                 identity.noted_serial = self._serial
@@ -179,24 +195,21 @@ class Tier:
         self.stats.num_loaded += len(loaded) + has_states
         self.stats.num_loaded_tokens += len(loaded) * tables.block_size
 
-    def note_block(self, block: int, identity: PrefixBlock, request: Request, end: int) -> None:
-        """Have a known full block, which ends in front of token `end`, saved by the next step.
-
-        Does nothing if the store holds it, or it was noted before.
-        """
-        if self._is_off() or identity.noted_serial == self._serial or end > _num_shared(request):
+    def note_block(self, block: int, identity: PrefixBlock, request: Request) -> None:
+        """Have a known full block saved by the next step. No-op if the store holds it, or it was noted before."""
+        if self._is_off() or identity.noted_serial == self._serial:
             return
         identity.noted_serial = self._serial
         self._note(block, self._key_of(identity, request), is_state=False)
 
-    def note_state(self, slot: int, identity: PrefixBlock, request: Request, end: int) -> None:
-        """Have the states behind a known full block, which ends in front of token `end`, saved by the next step."""
-        if not self._is_off() and end <= _num_shared(request):
+    def note_state(self, slot: int, identity: PrefixBlock, request: Request) -> None:
+        """Have the states behind a known full block saved by the next step."""
+        if not self._is_off():
             self._note(slot, state_key(self._key_of(identity, request)), is_state=True)
 
     def complete(self, work: SchedulerOutput) -> None:
         """Give a step that was scheduled its loads, and all saves that were noted."""
-        work.kv_loads, self._loads = self._loads, []
+        work.kv_loads, self._loads, self._num_load_bytes = self._loads, [], 0
         work.kv_saves = self._take_saves()
         if self._drops:
             self._drop_again()
@@ -269,18 +282,21 @@ class Tier:
         else:
             key = each.tier_key[1]
         for each in reversed(chain):
-            key = block_key(key, each.content)
+            key = block_key(key, each.content, request.picture_identities)
             each.tier_key = self._serial, key
         return key
 
-    def _count_available(self, rows: Rows, request: Request, *, has_states: bool) -> int:
-        """How many of the first of these blocks are known here or held; with states, up to the last held state."""
-        count = 0
+    def _count_available(self, tables: Tables, sequence: Sequence, rows: Rows) -> int:
+        """How many of the first of these blocks are known here or held, and end between pictures and with a state."""
+        request, count = sequence.request, 0
         for block, identity in rows:
             if block < 0 and not self._store.holds(self._key_of(identity, request)):
                 break
             count += 1
-        while has_states and count and not self._store.holds(state_key(self._key_of(rows[count - 1][1], request))):
+        while count and (
+            tables.splits_picture(sequence, len(sequence.prefix) + count)
+            or (tables.keeps_states and not self._store.holds(state_key(self._key_of(rows[count - 1][1], request))))
+        ):
             count -= 1
         return count
 
@@ -305,9 +321,4 @@ class Tier:
 
 def _end_of(sequence: Sequence, block_size: int) -> int:
     """How many full blocks of a sequence may be loaded: at least one token is left to compute."""
-    return min(sequence.num_tokens - 1, _num_shared(sequence.request)) // block_size
-
-
-def _num_shared(request: Request) -> int:
-    """Tokens in front of the first picture: the numbers that stand for pictures are this engine's own."""
-    return min((placed.start for placed in request.source.pictures), default=sys.maxsize)
+    return (sequence.num_tokens - 1) // block_size

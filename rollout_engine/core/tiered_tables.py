@@ -1,6 +1,7 @@
 """Block tables with a tier outside of the pool, and hints of requests about the KV that they leave behind."""
 
 from rollout_engine.base.messages import SchedulerOutput
+from rollout_engine.base.pictures import start_between_pictures
 from rollout_engine.core.block_tables import BlockTables
 from rollout_engine.core.request import Request, Sequence
 from rollout_engine.core.request_table import Preparation
@@ -24,6 +25,11 @@ class TieredTables(BlockTables):
             sequence.prefix.append(rows[-1][1])
         del sequence.prefix[num_known:]
         return rows
+
+    def splits_picture(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether this number of blocks of a sequence ends inside a picture that must be computed as a whole."""
+        end, whole = num_blocks * self.block_size, self._config.whole_pictures(sequence.request.source)
+        return start_between_pictures(whole, end) != end
 
     def attach_found(self, sequence: Sequence, found: Rows) -> list[int]:
         """Append these to the known blocks, and -1 as a new one that others find; returns the numbers of new ones.
@@ -66,6 +72,11 @@ class TieredTables(BlockTables):
         """Extend the known prefix of a sequence that was just admitted by blocks from outside of the pool."""
         if self.tier is not None:
             self.tier.load_prefix(self, sequence)
+
+    @property
+    def has_loaded_enough(self) -> bool:
+        """Whether the step that is being scheduled should admit no further sequence, for which it may have to load."""
+        return self.tier is not None and self.tier.has_loaded_enough
 
     def complete(self, work: SchedulerOutput) -> None:
         """Give a step that was scheduled its loads, and all saves that were noted."""

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import transformers
@@ -26,7 +27,17 @@ def arithmetic_of(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         sets = ((name, has) for name, has in torch.cpu.get_capabilities().items() if name.startswith(_COMPUTING))
         facts |= {f"instruction set {name}": "yes" if has else "no" for name, has in sets}
+    else:
+        facts["triton"] = _find_version("triton")
     return facts
+
+
+def _find_version(package: str) -> str:
+    """The version of an installed package; "none" without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def device_id(device: torch.device) -> str:

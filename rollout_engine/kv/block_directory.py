@@ -2,7 +2,8 @@
 
 A file is written under a name of its own, locked by its writer, and renamed when it is whole. A reader finds it whole
 or not at all, whatever is killed; each frame is checked when it is read. Nothing is ever written into a file that has
-its final name. Links are not followed, and files of other users are not opened.
+its final name. Links are not followed, and files of other users are not opened; a block replaces them. A directory that
+was removed is made again by the next write.
 
     write    account += bytes, new file ── pwrite ── rename            over the bound: make room first
     remove   unlink, account -= bytes                                  each step inside `SharedAccount.hold`
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
@@ -22,7 +24,7 @@ from rollout_engine.kv.block_listing import UNFINISHED, OldestFiles, StoredFile,
 from rollout_engine.kv.bounds import default_bytes, free_memory
 from rollout_engine.kv.mapped_file import copy_file, map_file
 from rollout_engine.kv.shared_account import Account, SharedAccount, lock_within, open_or_create
-from sync.own_files import OTHERS, open_directory, opened_file
+from sync.own_files import OTHERS, is_own_file, open_directory, opened_file
 from sync.shared_files import make_private, try_lock, write_at
 
 FREED_SHARE = 16
@@ -52,39 +54,28 @@ class BlockDirectory:
 
         Raises `OSError`: `path` is not this user's alone, or another process keeps a lock there.
         """
-        make_private(path)
+        self._path, self._is_mapped = path, is_mapped
         self._namespace, self._namespace_bytes = namespace, bytes.fromhex(namespace)
-        self._is_mapped = is_mapped
         self._folders: set[str] = set()
         """Folders of the namespace that were found to be this user's."""
         self.num_evicted = 0
         """Files that this process has removed to make room."""
-        with ExitStack() as opened:
-            self._root = _close_later(opened, open_directory(path, closed_to=OTHERS))
-            self._users = _close_later(opened, open_or_create("users", self._root))
-            lock_within(self._users, _USERS_SECONDS, shared=True)
-            self._evicting = _close_later(opened, open_or_create("evicting", self._root))
-            self._account = SharedAccount(self._root)
-            opened.callback(self._account.close)
-            with suppress(FileExistsError):
-                os.mkdir(namespace, 0o700, dir_fd=self._root)
-            self._own = _close_later(opened, open_directory(namespace, dir_fd=self._root, closed_to=OTHERS))
-            if not self._account.read().is_known:
-                self._count_again()
+        self._opened = ExitStack()
+        """Descriptors: also those of directories that were removed, which other threads may still read by."""
+        try:
+            self._open()
             self.max_bytes = max_bytes if max_bytes is not None else default_bytes(self._free_bytes())
-            self._opened = opened.pop_all()
+        except BaseException:
+            self._opened.close()
+            raise
 
     def account(self) -> Account:
         """Bytes and files of all namespaces just now."""
         return self._account.read()
 
     def has(self, key: bytes) -> bool:
-        """Whether a file stands in the block's place."""
-        try:
-            os.stat(_path(key), dir_fd=self._own, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
+        """Whether a file of this user stands in the block's place, and no link."""
+        return is_own_file(_path(key), dir_fd=self._own)
 
     def read(self, key: bytes, used_ns: int) -> memoryview:
         """The bytes of a block, whose time of last use becomes `used_ns`.
@@ -107,6 +98,8 @@ class BlockDirectory:
     def write(self, key: bytes, data: memoryview | bytes) -> bool:
         """Store a block; False if it is stored already. Raises `NoRoom` or another `OSError`, with nothing changed."""
         path, num_bytes = _path(key), HEADER_BYTES + len(data)
+        if self._account.is_removed() or os.fstat(self._own).st_nlink == 0:
+            self._open()
         if self.has(key):
             return False
         self._make_folder(path[:2])
@@ -149,6 +142,25 @@ class BlockDirectory:
             with suppress(OSError):
                 self._remove_all(list_blocks(self._root))
         self._opened.close()
+
+    def _open(self) -> None:
+        """Open the directory, made if it is absent, and count its files if they were not counted. Raises `OSError`."""
+        make_private(self._path)
+        with ExitStack() as opened:
+            root = _close_later(opened, open_directory(self._path, closed_to=OTHERS))
+            users = _close_later(opened, open_or_create("users", root))
+            lock_within(users, _USERS_SECONDS, shared=True)
+            evicting = _close_later(opened, open_or_create("evicting", root))
+            account = SharedAccount(root)
+            opened.callback(account.close)
+            with suppress(FileExistsError):
+                os.mkdir(self._namespace, 0o700, dir_fd=root)
+            own = _close_later(opened, open_directory(self._namespace, dir_fd=root, closed_to=OTHERS))
+            self._opened.callback(opened.pop_all().close)
+        self._root, self._users, self._evicting, self._account, self._own = root, users, evicting, account, own
+        self._folders.clear()
+        if not account.read().is_known:
+            self._count_again()
 
     def _free_bytes(self) -> int:
         """Bytes that this user can have for blocks, those that blocks take already included."""
@@ -228,14 +240,15 @@ class BlockDirectory:
                         self._remove(account, file.path, self._root)
 
     def _remove(self, account: Account, path: str, directory: int) -> bool:
-        """Remove a file, and count it; False if there is none."""
+        """Remove a file, and count it; False if there is none. Links are removed and have never been counted."""
         try:
-            num_bytes = os.stat(path, dir_fd=directory, follow_symlinks=False).st_size
+            status = os.stat(path, dir_fd=directory, follow_symlinks=False)
             os.unlink(path, dir_fd=directory)
         except FileNotFoundError:
             return False
-        account.remove(num_bytes)
-        return True
+        if is_file := stat.S_ISREG(status.st_mode):
+            account.remove(status.st_size)
+        return is_file
 
     def _require_folder(self, folder: str) -> None:
         """Raise `OSError` unless a folder of the namespace is this user's, and no link."""

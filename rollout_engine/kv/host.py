@@ -5,10 +5,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
 from rollout_engine.kv.bounds import default_bytes, free_memory
 from rollout_engine.kv.connector import KVConnectorStats, KVLayout
+from rollout_engine.kv.counters import Counters
 
 ENTRY_BYTES = 256
 """Counted for each block in addition to its bytes: its key and its place in the table."""
@@ -29,7 +28,7 @@ class HostConnector:
         """Blocks whose next load is the one that their fetch has counted as a use."""
         self._num_bytes = 0
         self._lock = threading.Lock()
-        self._stats = KVConnectorStats(max_bytes=self.max_bytes)
+        self._counters = Counters()
 
     def open(self, layout: KVLayout) -> dict[str, str]:
         """Begin without blocks."""
@@ -52,14 +51,11 @@ class HostConnector:
         began = time.perf_counter()
         with self._lock:
             block = self._blocks.get(key)
-            if block is None:
-                self._stats.num_misses += 1
-            else:
+            if block is not None:
                 self._use(key)
-                self._stats.num_loaded += 1
-                self._stats.num_loaded_bytes += len(block)
-            self._stats.load_seconds += time.perf_counter() - began
-        return None if block is None else memoryview(block)
+        data = None if block is None else memoryview(block)
+        self._counters.count_load(data, began)
+        return data
 
     def save(self, key: bytes, data: memoryview) -> None:
         """Keep a copy; blocks that were not used for the longest time leave for it. One above the bound is dropped."""
@@ -72,12 +68,11 @@ class HostConnector:
                 self._make_room(size)  # before the copy, which takes the memory that is given back
                 self._blocks[key] = bytes(data)
             except MemoryError:
-                self._stats.num_dropped += 1
+                self._counters.add(num_dropped=1)
             else:
                 self._num_bytes += size
-                self._stats.num_saved += 1
-                self._stats.num_saved_bytes += len(data)
-            self._stats.save_seconds += time.perf_counter() - began
+                self._counters.count_stored(len(data))
+        self._counters.add(save_seconds=time.perf_counter() - began)
 
     def holds(self, key: bytes) -> bool:
         """Whether the block is held."""
@@ -99,7 +94,8 @@ class HostConnector:
     def stats(self) -> KVConnectorStats:
         """A copy of the counters."""
         with self._lock:
-            return msgspec.structs.replace(self._stats, num_blocks=len(self._blocks), num_bytes=self._num_bytes)
+            sizes = dict(num_blocks=len(self._blocks), num_bytes=self._num_bytes, max_bytes=self.max_bytes)
+            return self._counters.copy(**sizes)
 
     def close(self) -> None:
         """Forget all blocks."""
@@ -123,4 +119,4 @@ class HostConnector:
             raise MemoryError
         while self._num_bytes + size > self.max_bytes:
             self._remove(next(iter(self._blocks)))
-            self._stats.num_evicted += 1
+            self._counters.add(num_evicted=1)

@@ -114,6 +114,10 @@ class SharedAccount:
             fields = _FIELDS.pack(account.num_bytes, account.num_files, *added, account.num_counts)
             write_at(self._file, fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields)), 0)
 
+    def is_removed(self) -> bool:
+        """Whether the file was removed: it has no name any more."""
+        return os.fstat(self._file).st_nlink == 0
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)

@@ -4,7 +4,6 @@ The engine trusts nothing that they do. Each block is given to them as a frame, 
 digest; a frame that they return is checked against both. An error in one of their methods is a miss, or a dropped save.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from rollout_engine.base.errors import ConfigError, error_text
 from rollout_engine.base.user_code import UserCode
 from rollout_engine.kv.block_frame import DamagedBlock, make_header, open_frame
 from rollout_engine.kv.connector import KVConnector, KVConnectorStats, KVLayout, Wait
+from rollout_engine.kv.counters import Counters
 from rollout_engine.kv.notices import Notices
 
 T = TypeVar("T")
@@ -44,8 +44,7 @@ class UserConnector:
     def __init__(self, name: str, inner: KVConnector) -> None:
         self._name, self._inner = name, inner
         self._notices = Notices(name)
-        self._stats = KVConnectorStats()
-        self._lock = threading.Lock()
+        self._counters = Counters()
         self._namespace = b""
 
     def open(self, layout: KVLayout) -> dict[str, str]:
@@ -79,24 +78,17 @@ class UserConnector:
         began = time.perf_counter()
         frame = self._call("load", None, self._inner.load, key)
         data = None if frame is None else self._open_frame(key, frame)
-        with self._lock:
-            if data is None:
-                self._stats.num_misses += 1
-            else:
-                self._stats.num_loaded += 1
-                self._stats.num_loaded_bytes += len(data)
-            self._stats.load_seconds += time.perf_counter() - began
+        self._counters.count_load(data, began)
         return data
 
     def save(self, key: bytes, data: memoryview) -> None:
         """Hand over a frame, which does not change afterwards, so that the user's class may keep it as it is."""
         began = time.perf_counter()
-        is_saved = self._call("save", False, self._save_frame, key, data)
-        with self._lock:
-            self._stats.num_saved += is_saved
-            self._stats.num_saved_bytes += len(data) if is_saved else 0
-            self._stats.num_dropped += not is_saved
-            self._stats.save_seconds += time.perf_counter() - began
+        if self._call("save", False, self._save_frame, key, data):
+            self._counters.count_stored(len(data))
+        else:
+            self._counters.add(num_dropped=1)
+        self._counters.add(save_seconds=time.perf_counter() - began)
 
     def holds(self, key: bytes) -> bool:
         """Whether the user's connector holds the block."""
@@ -113,8 +105,7 @@ class UserConnector:
     def stats(self) -> KVConnectorStats:
         """The user's counters, but those of saves and loads."""
         theirs = self._call("stats", None, self._inner.stats)
-        with self._lock:
-            ours = msgspec.structs.replace(self._stats)
+        ours = self._counters.copy()
         if not isinstance(theirs, KVConnectorStats):
             return ours
         merged = {name: getattr(ours, name) for name in _OURS}
@@ -138,8 +129,7 @@ class UserConnector:
                 whole = memoryview(bytes(whole))
             return open_frame(whole, self._namespace, key)
         except (DamagedBlock, TypeError, ValueError, BufferError) as problem:
-            with self._lock:
-                self._stats.num_refused += 1
+            self._counters.add(num_refused=1)
             self._notices.warn("damaged", f"load({key.hex()}) returned another block or none: {problem}")
         return None
 
@@ -149,7 +139,6 @@ class UserConnector:
             with UserCode(lambda: f"KV connector {self._name} ({method})"):
                 return function(*args)
         except (Exception, SystemExit) as problem:
-            with self._lock:
-                self._stats.num_failures += 1
+            self._counters.add(num_failures=1)
             self._notices.warn(method, f"{method} raised {error_text(problem)}")
         return otherwise

@@ -2,33 +2,30 @@
 
     kv_connector="rollout_engine.fleet.ray.block_connector:RayConnector"           or ...:RayConnector:HOST:PORT
 
-    save ──> WriteQueue ──> ray.put, BlockIndex.add           a block that another engine has is not put again
-    fetch ──> BlockIndex.find ──> Fetcher ──> ray.get         from the other node's object store to this one's
-    load <── WriteQueue | Fetcher | this engine's own blocks  never from another node
+    save ──> ray.put, BlockIndex.add          a block that another engine has is not put again
+    fetch ──> BlockIndex.find ──> ray.get     from the other node's object store to this one's
+    load <── fetched, or this engine's own    never from another node
 
-It is loaded by its name, as a class of a user's: the engine checks all that it returns.
+Threads carry out the first two (`QueuedConnector`). It is loaded by its name, as a class of a user's: the engine checks
+all that it returns.
 """
 
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from rollout_engine.base.errors import ConfigError, error_text
 from rollout_engine.cluster.ray_cluster import RayCluster
 from rollout_engine.fleet.ray.block_index import NAMESPACE, Blocks, SharedIndex
 from rollout_engine.kv.bounds import default_bytes
-from rollout_engine.kv.connector import KVConnectorStats, KVLayout, Wait
-from rollout_engine.kv.fetcher import Fetcher
-from rollout_engine.kv.notices import Notices
-from rollout_engine.kv.write_queue import WriteQueue
+from rollout_engine.kv.connector import KVConnectorStats, KVLayout
+from rollout_engine.kv.queued_connector import QueuedConnector
 
-_QUEUE_BYTES = 256 << 20
 _MAX_LOOKUPS = 100_000
 """Blocks that were asked for and not read, because their fetch ended before: they are forgotten above this number."""
 _GET_SECONDS = 10.0
@@ -36,16 +33,15 @@ _OWN_SECONDS = 1.0
 """How long a fetch waits for a block of another node, and a load for one of this engine's own."""
 
 
-class RayConnector:
+class RayConnector(QueuedConnector):
     """Blocks in Ray's object store, put there by the engines that computed them; each bounds its own."""
 
     def __init__(self, argument: str = "", max_bytes: int | None = None) -> None:
         """`argument`: HOST:PORT of the cluster's head; "": the cluster that Ray finds, or a new one on this machine."""
+        super().__init__("RayConnector")
         self._address, self._asked_bytes = argument or None, max_bytes
-        self._notices = Notices("RayConnector")
-        self._stats = KVConnectorStats()
-        self._lock = threading.Lock()
-        self._is_open = False
+        self._lookups: dict[bytes, _Lookup] = {}
+        self._gauges: dict[str, float] = {}
 
     def open(self, layout: KVLayout) -> dict[str, str]:
         """Connect to the cluster, and find or make the index of this layout. Raises `ConfigError`."""
@@ -54,91 +50,30 @@ class RayConnector:
         owner = secrets.token_hex(8)
         try:
             self._own = _OwnBlocks(self._cluster, layout.namespace, owner, self._asked_bytes)
-            self._queue = WriteQueue(self._own, _QUEUE_BYTES, self._count_stored, self._count_fault)
-            self._fetcher = Fetcher(self._read_ahead, self._own.max_bytes)
+            self._start(self._own, self._own.max_bytes)
         except self._cluster.ray.exceptions.RayError as problem:
             self._cluster.leave()
             raise ConfigError(f"{asked}: the index of blocks cannot be reached: {error_text(problem)}.") from problem
         except BaseException:
             self._cluster.leave()
             raise
-        self._lookups: dict[bytes, _Lookup] = {}
-        self._is_open = True
         return {"owner": owner, "node": self._cluster.node_id}
 
     def meet(self, peers: Sequence[Mapping[str, str]]) -> None:
         """Do nothing: the index has the blocks of all engines."""
 
-    def fetch(self, keys: Sequence[bytes]) -> Wait | None:
-        """Ask the index for blocks, and begin to bring those of other engines to this node."""
-        wanted = [key for key in keys if not self.holds(key)]
-        if not (wanted and self._is_usable()):
-            return None
-        lookup = _Lookup(self._cluster.ray, wanted, self._own.index.begin_find(wanted))
-        if len(self._lookups) > _MAX_LOOKUPS:
-            self._lookups.clear()
-        self._lookups |= dict.fromkeys(wanted, lookup)
-        return self._fetcher.begin(wanted)
-
-    def load(self, key: bytes) -> memoryview | None:
-        """Bytes of a block that was fetched, or is this engine's own."""
-        if not self._is_usable():
-            return None
-        waiting = self._queue.find(key)
-        if waiting is not None:
-            return memoryview(waiting)
-        if self._queue.hides(key):
-            return None
-        fetched = self._fetcher.take(key)
-        return fetched if fetched is not None else self._get(key, self._own.find(key), _OWN_SECONDS)
-
-    def save(self, key: bytes, data: memoryview) -> None:
-        """Copy the bytes; a thread puts them into the object store, unless an engine has them."""
-        if not (self._is_usable() and self._queue.save(key, data)):
-            with self._lock:
-                self._stats.num_dropped += 1
-
-    def holds(self, key: bytes) -> bool:
-        """Whether the block was fetched, or is this engine's own; the index is not asked."""
-        if not self._is_open:
-            return False
-        if self._queue.find(key) is not None:
-            return True
-        return not self._queue.hides(key) and (self._fetcher.has(key) or self._own.find(key) is not None)
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Forget blocks, those of other engines as well."""
-        keys = list(keys)
-        if self._is_usable():
-            self._queue.drop(keys)
-            self._fetcher.forget(keys)
-
-    def reset(self) -> None:
-        """Forget all blocks of this layout; other engines keep their own bytes, which no other one finds then."""
-        if self._is_usable():
-            self._queue.clear()
-            self._fetcher.forget()
-
-    def wait_until_written(self, seconds: float) -> bool:
-        """Wait until all that was saved or dropped is carried out; False if it is not within `seconds`."""
-        return not self._is_open or self._queue.wait_until_empty(seconds)
-
     def stats(self) -> KVConnectorStats:
         """A copy of the counters; blocks and bytes are this engine's own."""
-        with self._lock:
-            if self._is_open:
-                self._own.report(self._stats)
-                self._stats.fetch_seconds = self._fetcher.seconds
-            return msgspec.structs.replace(self._stats)
+        if self._is_open:
+            self._gauges = self._own.gauges() | dict(fetch_seconds=self._fetcher.seconds)
+        return self._counters.copy(**self._gauges)
 
     def close(self) -> None:
         """Take this engine's blocks out of the index, and leave the cluster."""
         if not self._is_open:
             return
-        self._queue.close()
-        self._fetcher.close()
         self.stats()
-        self._is_open = False
+        self._end()
         with suppress(Exception):  # the index or the node is gone
             self._own.close()
         self._lookups.clear()
@@ -146,6 +81,23 @@ class RayConnector:
 
     def _is_usable(self) -> bool:
         return self._is_open and self._cluster.is_connected
+
+    def _choose_far(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The blocks that are not here, for which the index is asked now."""
+        wanted = [key for key in keys if not self.holds(key)]
+        if wanted:
+            lookup = _Lookup(self._cluster.ray, wanted, self._own.index.begin_find(wanted))
+            if len(self._lookups) > _MAX_LOOKUPS:
+                self._lookups.clear()
+            self._lookups |= dict.fromkeys(wanted, lookup)
+        return wanted
+
+    def _is_stored(self, key: bytes) -> bool:
+        """Whether the block was fetched, or is this engine's own; the index is not asked."""
+        return self._fetcher.has(key) or self._own.find(key) is not None
+
+    def _read_now(self, key: bytes) -> memoryview | None:
+        return self._get(key, self._own.find(key), _OWN_SECONDS)
 
     def _read_ahead(self, key: bytes, used_ns: int) -> memoryview | None:
         lookup = self._lookups.pop(key, None)
@@ -170,21 +122,11 @@ class RayConnector:
         try:
             return memoryview(self._cluster.ray.get(reference, timeout=seconds)).cast("B").toreadonly()
         except Exception as problem:  # its engine or node is gone, or too slow; or it is no array
-            with self._lock:
-                self._stats.num_refused += 1
-            self._notices.warn("lost", f"block {key.hex()} cannot be had: {_first_line(problem)}")
+            self._refuse("lost", f"block {key.hex()} cannot be had: {_first_line(problem)}")
             return None
 
-    def _count_stored(self, num_bytes: int) -> None:
-        with self._lock:
-            self._stats.num_saved += 1
-            self._stats.num_saved_bytes += num_bytes
-
-    def _count_fault(self, problem: BaseException, is_write: bool) -> None:
-        with self._lock:
-            self._stats.num_dropped += is_write
-        what = "a block could not be put into the object store" if is_write else "blocks could not be forgotten"
-        self._notices.warn(what, f"{what}: {_first_line(problem)}")
+    def _describe(self, problem: BaseException) -> tuple[str, str]:
+        return "", _first_line(problem)
 
 
 class _Lookup:
@@ -218,10 +160,10 @@ class _OwnBlocks:
         found = self._blocks.get(key)
         return None if found is None else found[0]
 
-    def report(self, stats: KVConnectorStats) -> None:
-        """Write the number of blocks and bytes."""
-        stats.num_blocks, stats.num_bytes, stats.max_bytes = len(self._blocks), self._num_bytes, self.max_bytes
-        stats.num_evicted = self._num_evicted
+    def gauges(self) -> dict[str, float]:
+        """Blocks and bytes now, by their names in `KVConnectorStats`."""
+        sizes = dict(num_blocks=len(self._blocks), num_bytes=self._num_bytes, max_bytes=self.max_bytes)
+        return sizes | dict(num_evicted=self._num_evicted)
 
     def write(self, key: bytes, data: bytes) -> bool:
         """Put a block, and forget those saved first for its room; False if an engine has it. Raises Ray's errors."""

@@ -1,11 +1,17 @@
 """KV connectors of a fleet: its engines share one, and those of users meet."""
 
+import asyncio
 import os
+import random
+import signal
+from unittest import mock
 
 import pytest
 
-from rollout_engine import LLM, RolloutService, SamplingParams
+from rollout_engine import LLM, AsyncLLM, RolloutService, SamplingParams
+from rollout_engine.fleet.plan import brain
 from rollout_engine.testing import tiny_checkpoint
+from tests.faults.replica_deaths import all_serve, said
 
 pytestmark = pytest.mark.slow
 PROMPT = {"prompt_token_ids": [3 + 7 * i % 250 for i in range(300)]}
@@ -44,3 +50,65 @@ def test_connectors_of_users_meet_those_of_all_other_replicas(checkpoint, tmp_pa
         assert len(pids) == 2 and os.getpid() not in pids
         met = {int(path.name): path.read_text().split() for path in tmp_path.iterdir()}
         assert met == {pids[0]: [str(pids[1])], pids[1]: [str(pids[0])]}
+
+
+NUM_REQUESTS, NUM_ROUNDS, BLOCK = 8, 6, 16
+LONG = SamplingParams(max_tokens=400, logprobs=0, ignore_eos=True, detokenize=False)
+
+
+def long_prompt(number):
+    return {"prompt_token_ids": [3 + (7 + number) * i % 250 for i in range(200 + 13 * number)]}
+
+
+async def read_all(engine, at_token):
+    """Read all requests; `at_token` is called with the number of tokens that each has by then."""
+    counts, found = [0] * NUM_REQUESTS, [None] * NUM_REQUESTS
+
+    async def read(number):
+        async for output in engine.generate(long_prompt(number), LONG.clone(seed=number)):
+            counts[number] = len(output.outputs[0].token_ids)
+            found[number] = said(output.outputs)
+            await at_token(counts)
+
+    await asyncio.gather(*map(read, range(NUM_REQUESTS)))
+    return found
+
+
+def test_a_replica_that_takes_over_computes_at_most_a_block_of_each_sequence(tmp_path):
+    path, choice = tiny_checkpoint(tmp_path / "model", max_position_embeddings=4096), random.Random(7)
+    options = OPTIONS | dict(num_kv_blocks=1024)
+    with LLM(path, log_stats=False, **options) as llm:
+        rows = [(long_prompt(number), LONG.clone(seed=number)) for number in range(NUM_REQUESTS)]
+        alone = llm.generate(*map(list, zip(*rows, strict=True)), use_tqdm=False)
+    rounds = []
+
+    async def strike(engine):
+        replicas = await all_serve(engine)
+        victim, survivor = choice.sample(replicas, 2)
+        at, state = choice.randint(40, 380), {}
+
+        async def at_token(counts):
+            if "before" not in state and min(counts):
+                state["before"] = None
+                state["before"] = (await engine.get_metrics()).replicas[survivor.index].core.counters
+            elif state.get("before") is not None and "moved" not in state and max(counts) >= at:
+                state["moved"] = len(engine.frontend.client._brain.ledger.of_replica(victim.index))
+                os.kill(victim.pid, signal.SIGKILL)
+
+        found = await read_all(engine, at_token)
+        assert found == [said(output.outputs) for output in alone], "a request has other tokens than undisturbed"
+        after, before = (await engine.get_metrics()).replicas[survivor.index].core.counters, state["before"]
+        looked_up = after.num_looked_up_tokens - before.num_looked_up_tokens
+        rounds.append((state["moved"], looked_up, looked_up - after.num_cached_tokens + before.num_cached_tokens))
+        assert await engine.reset_prefix_cache(reset_connector=True)
+
+    async def run():
+        with AsyncLLM(path, num_replicas=2, kv_connector=f"disk:{tmp_path / 'kv'}", **options) as engine:
+            for _ in range(NUM_ROUNDS):
+                await strike(engine)
+
+    with mock.patch.object(brain, "_PROVEN_SECONDS", 0.0):
+        asyncio.run(run())
+    print("sequences moved, their tokens, tokens computed again:", rounds)
+    assert sum(moved for moved, _, _ in rounds) > NUM_ROUNDS
+    assert all(computed <= BLOCK * moved for moved, _, computed in rounds), rounds

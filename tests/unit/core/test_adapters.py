@@ -123,6 +123,16 @@ def test_names_that_are_gone_are_remembered_in_bounded_memory(monkeypatch):
     assert all(_changes_version(table, name, "other") for name in "bcde")
 
 
+def test_other_values_of_a_served_adapter_are_a_version_however_many_names_came_and_went(monkeypatch):
+    monkeypatch.setattr("rollout_engine.core.adapters._MAX_REMEMBERED", 3)
+    table = AdapterTable(2)
+    _put(table, "served")
+    table.pin("served")
+    for name in "abcdefg":
+        _put(table, name)
+    assert _changes_version(table, "served", "other")
+
+
 def test_an_unknown_name_is_refused_with_the_closest_one():
     table = AdapterTable(2)
     with pytest.raises(RequestError, match="Unknown adapter 'policy'. Add it first"):

@@ -4,8 +4,11 @@ import pytest
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.lora_request import LoRAInfo
-from rollout_engine.core.fake_tier import FakeStore
-from tests.unit.core.test_pictures import A, B, around
+from rollout_engine.base.pictures import PictureInfo
+from rollout_engine.core import tier
+from rollout_engine.core.fake_tier import FakeStore, num_slot_bytes
+from tests.unit.core.conftest import IMAGE
+from tests.unit.core.test_pictures import A, B, around, picture
 from tests.unit.core.tiered import with_tier
 
 PROMPT = list(range(3, 43))
@@ -200,17 +203,55 @@ def test_salts_adapters_and_kept_routing_are_apart(make_tiered):
     rig.assert_clean()
 
 
-def test_blocks_in_front_of_a_picture_are_shared_and_none_behind(make_tiered):
-    rig = make_tiered(block_size=4)
+@pytest.mark.parametrize("num_state_slots", [0, 40])
+def test_blocks_behind_a_picture_are_found_for_the_same_picture_alone_by_every_engine(make_tiered, num_state_slots):
+    slots = dict(block_size=4, num_state_slots=num_state_slots, state_interval=8)
+    first = make_tiered(**slots)
+    second = make_tiered(FakeStore(first.store.held), **slots)
 
-    def run(name, found):
-        token_ids, placed = around(found)
+    def run(rig, name, found):
+        token_ids, placed = around(*found)
+        forget(rig)
         return cached(rig, name, token_ids, pictures=placed)
 
-    run("a", A)
+    assert run(second, "another number", [picture(9)]) == 0
+    assert run(first, "a", [A]) == 8
+    assert run(second, "a", [A]) == 16 and run(second, "b", [B]) == 8 and run(first, "b", [B]) == 16
+    assert run(first, "longer", [A, 7]) == 8  # the same picture, of more tokens
+    assert cached(second, "text", around(A)[0]) == 8
+    for rig in (first, second):
+        rig.assert_clean()
+
+
+def test_no_prefix_from_the_tier_ends_inside_a_picture_that_must_be_whole(make_tiered):
+    whole = dict(block_size=4, pictures=PictureInfo(IMAGE, attention="all"))
+    first = make_tiered(**whole)
+    token_ids, placed = around(A)
+    assert cached(first, "a", token_ids, pictures=placed) == 0 and len(first.store.held) == 5
+    held = first.store.held
+    for num_held, expected in ((4, 16), (3, 8), (2, 8), (1, 4)):  # the third and fourth block have parts of the picture
+        second = make_tiered(FakeStore(dict(list(held.items())[:num_held])), **whole)
+        assert cached(second, "a", token_ids, pictures=placed) == expected
+        second.assert_clean()
+    second = make_tiered(FakeStore(held), **whole)
+    load, fourth = second.store.load, list(held)[3]
+    second.store.load = lambda key: None if key == fourth else load(key)
+    assert cached(second, "a", token_ids, pictures=placed) == 8
+    second.assert_clean()
+
+
+def test_a_step_that_has_loaded_enough_admits_no_further_sequence(make_tiered, monkeypatch):
+    rig = make_tiered()
+    prompts = {name: [50 + number, *PROMPT] for number, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        cached(rig, name, prompt)
     forget(rig)
-    assert len(rig.store.held) == 2
-    assert run("a again", A) == run("b", B) == 8
+    monkeypatch.setattr(tier, "MAX_STEP_BYTES", 11 * num_slot_bytes(4))
+    for name, prompt in prompts.items():
+        rig.add(f"{name} again", prompt, max_tokens=9)
+    before = len(rig.works)
+    rig.run()
+    assert [len(work.kv_loads) for work in rig.works[before:] if work.kv_loads] == [20, 10]
     rig.assert_clean()
 
 

@@ -67,7 +67,7 @@ def test_a_block_in_the_place_of_another_is_refused(tmp_path, blocks):
         blocks.read(key(1), 5)
 
 
-def test_links_pipes_and_files_of_others_are_neither_read_nor_written(tmp_path, blocks, monkeypatch):
+def test_links_pipes_and_files_of_others_are_neither_read_nor_written_to_and_give_way(tmp_path, blocks, monkeypatch):
     blocks.write(key(0), data(0))
     path, elsewhere = file_of(tmp_path / "kv", 0), tmp_path / "elsewhere"
     content = path.read_bytes()
@@ -82,10 +82,12 @@ def test_links_pipes_and_files_of_others_are_neither_read_nor_written(tmp_path, 
         make()
         with pytest.raises(OSError, match=words):
             blocks.read(key(0), 5)
-        assert not blocks.write(key(0), data(1))
+        assert not blocks.has(key(0))
         if path.is_dir():
+            with pytest.raises(IsADirectoryError):
+                blocks.write(key(0), data(1))
             path.rmdir()
-            path.write_bytes(content)
+        assert blocks.write(key(0), data(1)) and blocks.read(key(0), 5) == data(1)
     assert elsewhere.read_bytes() == content
     path.chmod(0o666)
     with pytest.raises(OSError, match="may write"):

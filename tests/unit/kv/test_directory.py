@@ -3,12 +3,13 @@
 import errno
 import logging
 import os
+import shutil
 
 import pytest
 
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.kv import directory as module
-from tests.unit.kv.blocks import LAYOUT, data, file_of, key
+from tests.unit.kv.blocks import LAYOUT, data, file_of, key, real_bytes
 
 
 @pytest.fixture
@@ -44,17 +45,38 @@ def test_damaged_blocks_are_misses_with_one_line_and_are_stored_anew(disk, tmp_p
     assert disk.load(key(0)) == data(0) and disk.stats().num_refused == 2
 
 
-def test_links_in_the_place_of_blocks_are_misses_with_one_line(disk, tmp_path, caplog):
+@pytest.mark.parametrize("kind", ["symbolic link", "names (hard links)", "others may write"])
+def test_foreign_files_in_the_place_of_blocks_are_misses_with_one_line_and_give_way(disk, tmp_path, caplog, kind):
     save(disk, 0, 1, 2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(file_of(tmp_path / "kv", 2).read_bytes())
     for number in (0, 1):
         path = file_of(tmp_path / "kv", number)
-        path.unlink()
-        path.symlink_to(file_of(tmp_path / "kv", 2))
+        if kind == "others may write":
+            path.chmod(0o622)
+        else:
+            path.unlink()
+            path.symlink_to(elsewhere) if kind == "symbolic link" else path.hardlink_to(elsewhere)
     assert [disk.load(key(number)) for number in range(3)] == [None, None, data(2)]
     (line,) = lines(caplog)
-    assert "cannot be read: it is a symbolic link" in line
+    assert "cannot be read: " in line and kind in line
     assert disk.stats().num_refused == 2
-    assert file_of(tmp_path / "kv", 0).is_symlink()
+    assert [disk.holds(key(number)) for number in range(3)] == [False, False, True]
+    save(disk, 0, 1)
+    assert [disk.load(key(number)) for number in range(3)] == [data(0), data(1), data(2)]
+    assert disk.stats().num_refused == 2 and elsewhere.stat().st_nlink == 1
+    disk._blocks._count_again()
+    assert len(set(real_bytes(disk._blocks))) == 1
+
+
+def test_a_link_that_is_removed_takes_nothing_off_the_account(disk, tmp_path):
+    save(disk, 0, 1)
+    file_of(tmp_path / "kv", 0).unlink()
+    file_of(tmp_path / "kv", 0).symlink_to("x" * 200)
+    before = disk.stats().num_bytes
+    disk.drop([key(0)])
+    assert disk.wait_until_written(60)
+    assert not file_of(tmp_path / "kv", 0).is_symlink() and disk.stats().num_bytes == before
 
 
 def test_a_full_disk_drops_blocks_with_one_line(disk, caplog, monkeypatch):
@@ -90,15 +112,37 @@ def test_a_disk_that_fails_while_it_is_read_is_a_miss(disk, caplog, monkeypatch)
     assert "cannot be read: Input/output error" in lines(caplog)[0]
 
 
-def test_a_directory_that_goes_while_it_is_used_costs_hits_alone(disk, tmp_path, caplog):
+@pytest.mark.parametrize("how", ["removed", "moved away", "emptied", "without its namespace"])
+def test_a_directory_that_goes_while_it_is_used_is_made_again_by_the_next_save(disk, tmp_path, caplog, connect, how):
     save(disk, 0)
-    (tmp_path / "kv").rename(tmp_path / "away")
-    assert disk.load(key(0)) == data(0)  # by the descriptor that is open
-    for path in sorted((tmp_path / "away").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    save(disk, 0, 1)
+    path = tmp_path / "kv"
+    if how == "moved away":
+        path.rename(tmp_path / "away")
+        assert disk.load(key(0)) == data(0)  # by the descriptor that is open
+        shutil.rmtree(tmp_path / "away")
+    elif how == "removed":
+        shutil.rmtree(path)
+    for entry in [] if not path.exists() else [path / LAYOUT.namespace] if "name" in how else list(path.iterdir()):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     assert disk.load(key(0)) is None
-    assert len(lines(caplog)) == 1 and disk.stats().num_dropped == 2
+    other = connect(f"disk:{path}")
+    save(other, 2)
+    save(disk, 0, 1)
+    assert [disk.load(key(number)) for number in range(3)] == [data(number) for number in range(3)]
+    assert other.load(key(1)) == data(1) and other.stats().num_bytes == disk.stats().num_bytes
+    assert not lines(caplog) and disk.stats().num_dropped == 0
+
+
+def test_a_directory_that_cannot_be_made_again_costs_hits_alone(disk, tmp_path, caplog):
+    save(disk, 0)
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").symlink_to(tmp_path)
+    save(disk, 0, 1)
+    assert disk.load(key(0)) is None and disk.stats().num_dropped == 2
+    assert len(lines(caplog)) == 1 and "dropped: it is a symbolic link" in lines(caplog)[0]
+    (tmp_path / "kv").unlink()
+    save(disk, 0)
+    assert disk.load(key(0)) == data(0)
 
 
 def test_a_queue_that_is_full_drops_blocks_and_counts_them(disk, monkeypatch):
