@@ -59,7 +59,7 @@ STEPS = (
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where, method", STEPS)
 def test_an_update_that_fails_at_any_step_ends(engine, some_of, where, method):
     version = engine.policy_version
@@ -74,7 +74,7 @@ def test_an_update_that_fails_at_any_step_ends(engine, some_of, where, method):
         engine.update_weights(weights(0), reset_version=True, version=version)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where, method", [("core", "begin_update"), ("updater", "begin")])
 def test_an_update_by_calls_that_cannot_begin_leaves_none_open(engine, where, method):
     for error in ("RuntimeError", "MemoryError", "KeyboardInterrupt"):
@@ -86,6 +86,7 @@ def test_an_update_by_calls_that_cannot_begin_leaves_none_open(engine, where, me
         engine.collective_rpc("abort_weight_update")
 
 
+@pytest.mark.quick(2)
 def test_an_interrupted_update_ends_on_both_sides(engine):
     main = threading.main_thread().ident
     if threading.get_ident() != main:
@@ -103,6 +104,7 @@ def test_an_interrupted_update_ends_on_both_sides(engine):
         step_further(engine)
 
 
+@pytest.mark.quick(1)
 def test_an_update_whose_task_is_cancelled_ends_on_both_sides(engine):
     if engine.frontend.client.needs_turns:
         pytest.skip("coroutines need an engine that computes by itself")
@@ -124,6 +126,7 @@ def test_an_update_whose_task_is_cancelled_ends_on_both_sides(engine):
     assert engine.check_health().policy_version == version
 
 
+@pytest.mark.quick(1)
 def test_a_call_that_finds_no_thread_fails_alone(engine):
     version, begun = engine.policy_version, offered(engine)
     engine.collective_rpc("refuse_threads", args=[True])

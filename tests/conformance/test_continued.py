@@ -48,7 +48,7 @@ def bits(sample, start):
     return told, sample.finish_reason, sample.stop_reason
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM_BROKEN)) for name in PARAMS]
 )

@@ -49,6 +49,7 @@ def expected(engine):
     return samples_of(done[request_id] for request_id in ids)
 
 
+@pytest.mark.quick(1)
 def test_generate_gives_what_stepping_gives(engine, same, expected):
     llm = LLM.from_engine(engine)
     assert samples_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
@@ -67,6 +68,7 @@ def test_threads_that_generate_at_once_get_what_each_gets_alone(engine, expected
         assert [samples_of(run.result(60)) for run in runs] == [expected] * 4
 
 
+@pytest.mark.quick(1)
 def test_a_policy_rolls_out_what_stepping_gives(engine, same, expected):
     policy = RolloutPolicy(engine)
     batch = policy.rollout(PROMPTS, PARAMS, use_tqdm=False)
@@ -120,7 +122,7 @@ def test_no_face_waits_for_ever_while_paused(engine):
     engine.resume_generation()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_the_asynchronous_face_gives_the_same(kind, config, engine, same, expected):
     """Over a client of its own; one that its caller turns is refused, since a loop has no thread to lend."""
     with CLIENTS[kind](config) as client:

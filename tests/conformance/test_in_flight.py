@@ -74,13 +74,13 @@ def fleet(engines, config):
     assert what_is_left(engine) == {}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", NAMES)
 def test_a_verb_answers_for_a_whole_fleet_at_work(fleet, verb):
     check(fleet, verb)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", [name for name in NAMES if VERBS[name].combine and name not in UNSEEN])
 def test_a_verb_that_lacks_combine_is_noticed(fleet, verb, monkeypatch):
     monkeypatch.setitem(VERBS, verb, msgspec.structs.replace(VERBS[verb], combine=None))

@@ -64,12 +64,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=list(PROMPTS))
 def test_every_kind_of_prompt_gives_the_same(engine, same, prompt):
     same(told(last_of(engine, prompt, SHORT)))
 
 
-@pytest.mark.quick(21)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=list(PARAMS))
 def test_every_sampling_parameter_gives_the_same(engine, same, params):
     same(told(last_of(engine, "hello", SamplingParams(**{"max_tokens": 16, "logprobs": 0} | params))))
@@ -80,6 +81,7 @@ def test_a_dict_of_parameters_will_do_and_none_are_the_defaults(engine, same):
     assert last_of(engine, "hello", {"max_tokens": 3, "ignore_eos": True}).outputs[0].finish_reason == "length"
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind_of_output", ["delta", "cumulative", "final_only"])
 def test_outputs_on_the_way_add_up_to_the_same_end(engine, same, kind_of_output):
     params = SamplingParams(n=2, seed=4, max_tokens=60, logprobs=0, ignore_eos=True, output_kind=kind_of_output)
@@ -163,6 +165,7 @@ def test_an_id_is_unique_among_open_requests_and_free_again_afterwards(engine):
             engine.add_request(wrong, "hello", SHORT)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("prompt, params, match", REFUSED.values(), ids=list(REFUSED))
 def test_what_cannot_be_served_is_refused_in_the_same_words(engine, same, prompt, params, match):
     with pytest.raises(RequestError, match=match) as caught:
@@ -171,6 +174,7 @@ def test_what_cannot_be_served_is_refused_in_the_same_words(engine, same, prompt
     assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("prompt, params, match", REFUSED.values(), ids=list(REFUSED))
 def test_one_bad_prompt_refuses_a_batch_by_its_place_and_leaves_nothing_queued(engine, same, prompt, params, match):
     llm = LLM.from_engine(engine)
@@ -181,6 +185,7 @@ def test_one_bad_prompt_refuses_a_batch_by_its_place_and_leaves_nothing_queued(e
     assert len(engine.frontend.streams) == engine.check_health().num_unfinished_requests == 0
 
 
+@pytest.mark.quick(2)
 def test_what_the_core_refuses_is_an_error_of_the_request_that_leaves_nothing(engine, same):
     engine.sleep(level=2)
     engine.wake_up()  # DIRTY
@@ -197,7 +202,7 @@ def test_what_the_core_refuses_is_an_error_of_the_request_that_leaves_nothing(en
     bring_back(engine)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_a_pause_ends_finishes_or_freezes_what_is_in_flight(engine, mode):
     params = ENDLESS if mode != "wait" else SamplingParams(max_tokens=300, ignore_eos=True, seed=3)
@@ -224,7 +229,7 @@ def num_sampled(engine):
     return engine.stats.num_tokens_sampled
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_a_frozen_request_goes_on_to_the_tokens_it_would_have_had(engine):
     params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, logprobs=0)
     whole = told_of_sample(last_of(engine, "hello", params).outputs[0])

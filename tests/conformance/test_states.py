@@ -41,7 +41,7 @@ _PUBLIC_NAMES = {"update_lora": "update_weights", "call_function": "collective_r
 """Verb -> the method that users call for it, where that has another name."""
 
 
-@pytest.mark.quick(28)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_works_or_names_the_state_that_forbids_it(engine, same, state, verb, tmp_path):

@@ -23,13 +23,13 @@ def test_every_verb_has_a_scenario_and_every_scenario_is_a_verbs():
     assert set(SCENARIOS) == set(VERBS)
 
 
-@pytest.mark.quick(27)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_does_the_same_over_every_client(engine, same, verb):
     same(SCENARIOS[verb].play(engine))
 
 
-@pytest.mark.quick(70)
+@pytest.mark.quick(18)
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.crosses])
 def test_an_argument_of_another_type_is_refused_by_the_name_of_its_verb(engine, verb):
     needed = SCENARIOS[verb].arguments
@@ -40,7 +40,7 @@ def test_an_argument_of_another_type_is_refused_by_the_name_of_its_verb(engine, 
             call(engine, verb, **arguments)
 
 
-@pytest.mark.quick(70)
+@pytest.mark.quick(18)
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.public])
 def test_an_argument_that_no_method_has_is_refused_with_the_nearest(engine, verb):
     nearest = "Did you mean 'timeout'" if "timeout" in VERBS[verb].signature.parameters else "Known: "
@@ -50,6 +50,7 @@ def test_an_argument_that_no_method_has_is_refused_with_the_nearest(engine, verb
         getattr(engine, verb)(**SCENARIOS[verb].arguments, nonsense=1)
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, 0.0, float("inf"), "soon", 1e300])
 def test_a_deadline_is_a_number_of_seconds(engine, same, seconds):
     outcomes = []
@@ -101,7 +102,7 @@ def test_a_pause_that_waits_is_called_off_by_a_resume(engine):
         step_further(engine)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_a_slow_call_is_late_and_goes_on_while_one_that_has_not_begun_never_will(engine, tmp_path):
     gate = tmp_path / "gate"
     (before,) = engine.collective_rpc("count")
@@ -116,6 +117,7 @@ def test_a_slow_call_is_late_and_goes_on_while_one_that_has_not_begun_never_will
     assert engine.collective_rpc("count", timeout=60) == [before + 2]  # that which was late, and this one
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("end", [lambda e: e.pause_generation(), lambda e: e.sleep()], ids=["pause", "sleep"])
 def test_outputs_of_an_abort_come_before_the_reply_of_the_verb_that_caused_it(engine, end):
     with in_flight(engine):
@@ -139,6 +141,7 @@ def test_a_verb_sees_what_was_added_and_aborted_before_it(engine):
     engine.resume_generation()
 
 
+@pytest.mark.quick(2)
 def test_calls_from_many_threads_are_all_answered(engine):
     verbs = ["is_paused", "get_model_metadata", "check_health", "reset_prefix_cache", "get_cache_usage"]
     with in_flight(engine), ThreadPoolExecutor(8) as pool:

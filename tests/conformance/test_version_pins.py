@@ -34,6 +34,7 @@ def versions(sample):
     return {(span.policy_version, span.kv_min_version) for span in sample.version_spans}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["policy_version", "min_policy_version"])
 def test_a_request_waits_for_its_version_while_others_are_computed(engine, same, name):
     live = engine.policy_version
@@ -47,6 +48,7 @@ def test_a_request_waits_for_its_version_while_others_are_computed(engine, same,
     same([told(now), told_of_sample(sample)])
 
 
+@pytest.mark.quick(1)
 def test_a_pin_changes_no_bit(engine):
     live, params = engine.policy_version, SamplingParams(n=3, max_tokens=16, seed=5, logprobs=2)
     plain = told(last_of(engine, "hello", params))
@@ -68,6 +70,7 @@ def test_a_past_version_is_refused_and_a_later_one_if_it_is_not_to_wait(engine):
     assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_an_update_ends_a_pinned_request_with_its_tokens(engine, mode):
     live = engine.policy_version
@@ -78,6 +81,7 @@ def test_an_update_ends_a_pinned_request_with_its_tokens(engine, mode):
     assert sample.error is None if mode == "abort" else f"version {live + 1} is live" in sample.error
 
 
+@pytest.mark.quick(2)
 def test_an_update_that_waits_for_requests_does_not_wait_for_those_that_wait_for_it(engine):
     live = engine.policy_version
     engine.add_request("later", "hello", SHORT, policy_version=live + 1)
@@ -87,6 +91,7 @@ def test_an_update_that_waits_for_requests_does_not_wait_for_those_that_wait_for
     assert versions(ended(engine, "later")) == {(live + 1, live + 1)}
 
 
+@pytest.mark.quick(2)
 def test_pauses_and_sleeps_leave_it_waiting_and_an_abort_ends_it(engine):
     live = engine.policy_version
     for name in ("later", "never"):

@@ -146,7 +146,7 @@ LATE = {
 """By the name of the verb: calls that are late, and leave nobody waiting. Others are late behind what does not end."""
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_call_that_is_late_leaves_nobody_waiting(engine, tmp_path, verb):
     if not VERBS[verb].crosses and not in_process(engine):
@@ -168,7 +168,7 @@ def test_an_update_behind_what_does_not_end_is_late(engine, tmp_path):
     assert engine.policy_version == version and nobody_waits(engine)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "verb, arguments", [("wait_for_requests_to_drain", {"drain_timeout": 300}), ("pause_generation", {"mode": "wait"})]
 )
@@ -201,6 +201,7 @@ def test_a_score_that_is_cancelled_computes_no_more_pieces(engine, endless_score
         step_further(engine)
 
 
+@pytest.mark.quick(2)
 def test_a_commit_does_not_wait_for_a_score_that_is_cancelled(engine, endless_scores):
     score = engine.frontend.client.call("score", SCORE)
     with ThreadPoolExecutor(1) as pool:
@@ -263,6 +264,7 @@ def test_an_interrupt_ends_a_blocking_verb_and_leaves_nobody_waiting(engine):
             engine.resume_generation()
 
 
+@pytest.mark.quick(1)
 def test_a_task_that_is_cancelled_leaves_nobody_waiting(engine):
     if engine.frontend.client.needs_turns:
         pytest.skip("coroutines need an engine that computes by itself")

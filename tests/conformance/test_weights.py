@@ -32,7 +32,7 @@ def digest(engine):
     return engine.collective_rpc("get_weight_digest")[0]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_new_weights_serve_and_what_is_in_flight_keeps_waits_or_ends(engine, same, mode, staging):
@@ -65,6 +65,7 @@ def test_recomputed_kv_is_of_the_new_weights(engine):
     assert [(s.policy_version - before, s.kv_min_version - before) for s in spans] == [(0, 0), (1, 1)]
 
 
+@pytest.mark.quick(2)
 def test_an_update_with_few_changes_sends_those_and_brings_all(engine, same):
     new = weights(1)
     engine.update_weights(new)
@@ -76,7 +77,7 @@ def test_an_update_with_few_changes_sends_those_and_brings_all(engine, same):
     same([whole.digest, sizes, told(last_of(engine, "hello", SHORT))])
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind_of_source", ["dict", "iterator", "checkpoint", "store", "part"])
 def test_every_kind_of_source_brings_the_same_weights(engine, same, tmp_path, kind_of_source):
     new, version = weights(1), engine.policy_version + 3
@@ -92,7 +93,7 @@ def test_every_kind_of_source_brings_the_same_weights(engine, same, tmp_path, ki
     same([report.digest, told(last_of(engine, "hello", SHORT))])
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "change, options, error, match",
     [
@@ -134,6 +135,7 @@ def test_requests_that_do_not_finish_in_time_go_on_under_the_old_weights(engine)
         assert engine.policy_version == version
 
 
+@pytest.mark.quick(2)
 def test_a_failure_in_place_is_dirty_until_a_complete_update(engine, same):
     with in_flight(engine) as request_id:
         with pytest.raises(DirtyWeightsError, match="NaN"):
@@ -152,6 +154,7 @@ def test_a_failure_in_place_is_dirty_until_a_complete_update(engine, same):
     same([digest(engine), told(last_of(engine, "hello", SHORT))])
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("level", [1, 2])
 def test_asleep_there_is_nothing_to_update_and_awake_what_was_forgotten_has_to_come(engine, same, level):
     engine.sleep(level=level)

@@ -128,7 +128,7 @@ def test_the_brain_imports_neither_torch_nor_sockets_nor_clock(package_sources):
     assert not wrong, wrong
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("module", ["rollout_engine", "rollout_engine.core.engine_core", *BASE_MODULES])
 def test_torch_stays_unloaded(module):
     code = f"import sys, {module}; print(sorted({HEAVY - {'socket', 'time'}!r} & set(sys.modules)))"

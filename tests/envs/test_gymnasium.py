@@ -82,6 +82,7 @@ def test_a_lake_is_crossed_by_names_of_actions():
     env.close()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["FrozenLake-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1", "CartPole-v1"])
 def test_rewards_and_ends_are_those_of_the_environment_stepped_by_hand(name, as_before):
     made, by_hand = make_env(f"gymnasium:{name}"), gymnasium.make(name)

@@ -59,7 +59,7 @@ def bad_store(request, tmp_path, weights):
     return tmp_path / "store", STORES[request.param].named
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("bad_store", STORES, indirect=True)
 def test_a_bad_store_is_refused_by_name_and_changes_nothing(engine, bad_store):
     store, named = bad_store
@@ -72,7 +72,7 @@ def test_a_bad_store_is_refused_by_name_and_changes_nothing(engine, bad_store):
         sync.open_current(store)
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_bad_checkpoint_is_refused_by_name_and_changes_nothing(engine, tmp_path, name):
     tiny_checkpoint(tmp_path / "checkpoint", seed=1)

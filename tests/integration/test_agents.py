@@ -195,7 +195,7 @@ def test_params_of_token_ids_are_forced_too(policy):
     assert set(batch["tokens", "full"][batch["masks", "all_assistant_mask"]].tolist()) == {70}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("own", [{"logit_bias": {"70": 100}}, {"allowed_token_ids": [70]}, {"presence_penalty": 2}])
 def test_an_agents_own_changes_of_the_distribution_are_replaced(policy, own):
     def biased(session, task):
@@ -206,6 +206,7 @@ def test_an_agents_own_changes_of_the_distribution_are_replaced(policy, own):
     assert_same(found, plain)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("versions", [{"policy_version": 7}, {"min_policy_version": 7}])
 def test_agents_ask_for_versions_too(policy, versions):
     params = PARAMS.clone(version_wait="refuse")

@@ -55,7 +55,7 @@ def theirs(checkpoint, llm, prompt, width, max_tokens, length_penalty, ignore_eo
     return [row[:end] for row, end in zip(rows, ends, strict=True)], found.sequences_scores.tolist()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "width, max_tokens, length_penalty, ignore_eos",
     [

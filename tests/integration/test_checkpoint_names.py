@@ -67,7 +67,7 @@ def digest(llm):
     return found
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_it_loads_and_every_kind_of_source_updates_with_it(tmp_path, kind):
     (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()

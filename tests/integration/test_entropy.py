@@ -40,7 +40,7 @@ def rollout(policy, params=PARAMS, **options):
     return policy.rollout(PROMPTS, params, **({"use_tqdm": False, "num_samples": 2, "seed": 1} | options))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(
     "changes",

@@ -173,6 +173,7 @@ def test_an_update_over_http_and_the_trainer_of_the_same_file_agree_to_the_bit(s
         assert "describes another model than the one that is served" in problem["message"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gguf", "fp8-blocks"])
 def test_a_load_is_saved_in_parts_asked_for_by_name_and_adapted_as_any_other(sources, fresh, tmp_path, name):
     adapter = random_adapter(tiny_model("qwen3"), "a", seed=1)
@@ -212,6 +213,7 @@ def other_epsilon(model):
     model.config.rms_norm_eps = 1e-3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", [other_rope, other_epsilon])
 @pytest.mark.parametrize("kind", ["gguf", "checkpoint"])
 def test_files_of_a_model_that_computes_something_else_are_refused(served, tmp_path, change, kind):

@@ -46,7 +46,7 @@ def states_of(trainer, token_ids):
         return trainer.base_model(torch.tensor([token_ids])).last_hidden_state[0].float().numpy()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_states_are_those_of_the_trainer_at_the_positions_before(llm, trainer):
     for output in llm.generate(PROMPTS, PARAMS.clone(n=2), use_tqdm=False):
         prompt = output.prompt_token_ids
@@ -60,6 +60,7 @@ def test_states_are_those_of_the_trainer_at_the_positions_before(llm, trainer):
             np.testing.assert_allclose(chosen.detach(), sample.logprobs, atol=2e-2)
 
 
+@pytest.mark.quick(1)
 def test_only_those_who_ask_have_states_and_a_stream_has_what_is_new(llm):
     asked = [PARAMS, PARAMS.clone(return_hidden_states="sampled"), PARAMS.clone(return_hidden_states=None)]
     every, sampled, none = llm.generate([PROMPTS[1]] * 3, asked, use_tqdm=False)
@@ -91,6 +92,7 @@ def test_too_many_are_refused_before_anything_is_sampled(llm, monkeypatch):
     assert SamplingParams(return_hidden_states=True).return_hidden_states == "all"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_rollout_has_them_at_the_tokens_that_were_drawn_from_them(checkpoint, dtype, trainer, layout):
     with RolloutPolicy.from_pretrained(checkpoint, dtype=dtype, max_model_len=256) as policy:

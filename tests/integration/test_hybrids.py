@@ -62,6 +62,7 @@ def right_logprobs(trainer, prompt, sample):
         return exact.token_logprobs(trainer, ids)[0, len(prompt) - 1 :].numpy()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_spans_name_the_version_of_each_token_and_of_the_oldest_state(checkpoint, kv):
     old, new = trainer_of(checkpoint()), trainer_of(checkpoint(seed=1))
@@ -87,6 +88,7 @@ def test_spans_name_the_version_of_each_token_and_of_the_oldest_state(checkpoint
     engine.shutdown()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_requests_that_an_update_waits_for_or_ends_have_the_old_bits(checkpoint, mode):
     old, new = trainer_of(checkpoint()), trainer_of(checkpoint(seed=1))
@@ -120,6 +122,7 @@ def test_a_part_of_the_weights_reaches_mixers_and_is_read_by_name(checkpoint):
     assert mismatches(outputs, exact.enable(old), 1.0) == (3 * 16, 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_forgets_states_and_weights_come_back_from_a_directory(checkpoint, level):
     with LLM(str(checkpoint()), log_stats=False) as llm:

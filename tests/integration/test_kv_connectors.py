@@ -72,7 +72,7 @@ def test_a_second_engine_computes_at_most_a_block_of_a_known_prompt(checkpoint, 
     assert counters.kv_tier.num_loaded == 127 and counters.kv_tier.num_refused == 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -98,7 +98,7 @@ def test_every_kind_of_cache_comes_back_to_the_bit(checkpoint, tmp_path, archite
     assert counters.kv_tier.num_loaded >= 9 and counters.num_prompt_tokens_computed <= BLOCK
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{"async_scheduling": True}, {"quantization": "int8"}, {"deterministic": False}])
 def test_other_ways_to_compute_have_kv_of_their_own(checkpoint, tmp_path, options):
     directory = checkpoint()
@@ -156,6 +156,7 @@ def test_partial_updates_have_a_digest_of_all_weights(checkpoint):
         assert found.num_cached_tokens == 144 and same(found, changed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_keeps_prefixes(checkpoint, level):
     with engine(checkpoint(), "host") as llm:
@@ -219,7 +220,7 @@ def test_drafted_tokens_and_routed_experts_go_with_a_connector(checkpoint, tmp_p
     assert np.array_equal(found.outputs[0].routed_experts, alone.outputs[0].routed_experts)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["Raising", "Short", "Mixing", "Nothing", "NeverFetched", "Hanging"])
 def test_a_connector_that_is_no_good_costs_a_computation(checkpoint, monkeypatch, kind):
     monkeypatch.setattr(kv_link, "CALL_SECONDS", 0.3)
@@ -279,6 +280,7 @@ def digest_of(llm):
     return llm.llm_engine.frontend.client.driver.executor.live_digest
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_equal_weights_have_one_digest_however_they_arrived(checkpoint, tied):
     first, second = (checkpoint(tie_word_embeddings=tied, std=std) for std in (0.2, 0.1))

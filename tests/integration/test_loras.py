@@ -208,7 +208,7 @@ def _spoilt(**changes):
     return LoRARequest("b", tensors=tensors, config=made.config)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "wrong, match",
     [

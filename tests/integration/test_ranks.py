@@ -272,6 +272,7 @@ def test_a_rank_that_cannot_prepare_an_update_leaves_all_ranks_as_they_were(engi
     engine.check_health()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method, staging", [("commit", "shadow"), ("pack", "inplace")])
 def test_a_rank_that_fails_half_way_makes_all_ranks_ask_for_a_whole_update(engine, method, staging):
     engine.update_weights(tiny_model("qwen3", seed=8))

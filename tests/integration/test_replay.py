@@ -55,7 +55,7 @@ def logged(policy, log, params=PARAMS, **options):
     return read_jsonl(log)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "params",
     [
@@ -311,7 +311,7 @@ def altered(sample, place, value):
     return changed
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "value",
     [GONE, None, "x", -1, 2**70, 10**400, [], {}, [[1]]],

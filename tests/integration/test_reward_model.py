@@ -90,6 +90,7 @@ def test_long_answers_are_refused_or_cut_at_their_beginning(checkpoint):
             strict(["a" * 30], ["b"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options, match",
     [

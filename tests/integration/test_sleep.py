@@ -87,7 +87,7 @@ def reset_running(llm):
     assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "interrupt", [pause_and_resume, pause_clearing_the_cache, sleep_and_wake, sleep_deeply_and_update, reset_running]
 )
@@ -146,6 +146,7 @@ def test_once_updated_the_weights_are_not_called_forgotten_any_more(llm):
     llm.update_weights(tiny_model(), version=llm.policy_version)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_what_ends_around_a_deep_sleep_is_forgotten_without_a_failing_step(llm, caplog, mode):
     start(llm, num_steps=3)

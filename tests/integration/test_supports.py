@@ -65,7 +65,7 @@ def assert_exact(trainer, batch, **options):
     assert report.is_exact and report.num_tokens == int(batch["masks", "all_assistant_mask"].sum()) > 0, str(report)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(
     "more",
@@ -166,6 +166,7 @@ class Telling:
         return "".join(self.random.choices("abcdefgh ", k=self.random.randint(15, 25)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_an_episode_has_those_of_its_turns_and_empty_rows_between(policy, trainer, layout):
     batch = policy.rollout(

@@ -119,7 +119,7 @@ def test_stops_and_ends_hold_for_forced_tokens(llm):
     assert late.token_ids[5] == 11 and len(late.token_ids) >= 9
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
     [

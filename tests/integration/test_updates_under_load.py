@@ -101,6 +101,7 @@ def fresh(checkpoint, source, output, start):
         return result.outputs[0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
 def test_after_recompute_tokens_and_logprobs_equal_a_fresh_engines_bit_for_bit(checkpoint, staging):
     source = tiny_model(seed=1).state_dict()

@@ -43,7 +43,7 @@ def test_an_update_gives_the_samples_of_an_engine_that_loaded_those_weights(engi
     assert samples(llm) == first
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_a_refused_update_leaves_weights_and_samples_as_they_were(engine_and_kind):
     llm, trainer = engine_and_kind
     llm.update_weights(trainer(1))
@@ -56,7 +56,7 @@ def test_a_refused_update_leaves_weights_and_samples_as_they_were(engine_and_kin
     assert llm.update_weights(trainer(1), version=1).num_tensors == 0  # these very weights are live
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_samples_do_not_change_while_an_update_is_staged_and_verified(engine_and_kind):
     llm, trainer = engine_and_kind
     before, trace = samples(llm), []
@@ -104,6 +104,7 @@ def test_every_token_of_a_run_under_updates_is_some_versions_own(engine_and_kind
     assert seen <= set(expected)
 
 
+@pytest.mark.quick(1)
 def test_the_digest_is_of_live_weights_while_others_are_staged(engine_and_kind):
     llm, trainer = engine_and_kind
     real, before = updater(llm), updater(llm).digest()
@@ -119,6 +120,7 @@ def test_the_digest_is_of_live_weights_while_others_are_staged(engine_and_kind):
     assert seen == [before, before] and real.digest() != before
 
 
+@pytest.mark.quick(1)
 def test_live_weights_can_be_read_after_an_update(engine_and_kind):
     llm, trainer = engine_and_kind
     source = trainer(1)
@@ -126,7 +128,7 @@ def test_live_weights_can_be_read_after_an_update(engine_and_kind):
     assert all(torch.equal(updater(llm).values(name), tensor) for name, tensor in source.state_dict().items())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staging", ["shadow", "inplace"])
 def test_a_partial_update_gives_the_samples_of_a_whole_one(engine_and_kind, staging):
     llm, trainer = engine_and_kind

@@ -76,7 +76,7 @@ def assert_transformers_tokens(directory, architecture):
     assert outputs[3].outputs[0].token_ids[: len(theirs)] == theirs
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "architecture",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*SIZES, *VARIANTS)],

@@ -196,7 +196,7 @@ def test_no_bit_differs_where_head_and_draws_run_over_pieces(checkpoint, dtype, 
             np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("names", ["the module's", "the checkpoint's"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_an_update_reaches_every_expert(checkpoint, architecture, names, tmp_path):

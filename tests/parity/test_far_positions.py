@@ -41,7 +41,7 @@ def run(directory, dtype):
         return llm.generate(prompts, params, use_tqdm=False)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS])
 def test_log_probs_are_those_of_transformers_and_have_the_bits_of_the_trainer(checkpoint, name, dtype):

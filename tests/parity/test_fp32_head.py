@@ -32,7 +32,7 @@ def trained_logprobs(trainer, batch):
     return exact.token_logprobs(trainer, batch["tokens", "full"], batch["masks", "all_attention_mask"])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [

@@ -118,7 +118,7 @@ def test_adapters_sleeps_and_saved_parts_are_those_of_one_process(tmp_path, case
         assert said(llm) == found[0][2]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_keeps_the_states_of_its_own_heads(case):
     architecture, num_ranks, fields = fields_of(case)

@@ -39,13 +39,13 @@ def directory_of(checkpoint, architecture, dtype=torch.float32):
     return checkpoint(architecture, dtype, **HYBRID_SIZES[architecture])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_tokens_and_log_probs_are_those_of_transformers(checkpoint, architecture):
     assert_transformers_tokens(directory_of(checkpoint, architecture), architecture)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_no_bit_differs_from_the_trainer(checkpoint, architecture, dtype):
@@ -100,6 +100,7 @@ def test_drafted_tokens_change_no_bit(checkpoint):
     assert mismatches(outputs, trainer, 0.3) == (3 * 2 * 4 * 40, 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_packed_rows_and_shared_beginnings_have_the_bits_of_rows(checkpoint, architecture):
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory_of(checkpoint, architecture)))
@@ -124,6 +125,7 @@ def test_packed_rows_and_shared_beginnings_have_the_bits_of_rows(checkpoint, arc
         assert torch.equal(values[start : start + len(expected)], expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_gradients_are_those_of_transformers(architecture):
     """Up to the round-off of transformers' chunked formulas, from whose own recurrence they differ more than ours."""

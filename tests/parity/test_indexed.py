@@ -164,6 +164,7 @@ def test_recomputed_layers_have_the_same_gradients():
         assert one is other is None or torch.equal(one, other)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_updates_between_steps_are_exact_and_old_keys_stay_or_go(checkpoint, kv):
     """The tokens before an update have the old model's bits, with `recompute` those behind it the new one's."""

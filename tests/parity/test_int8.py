@@ -59,7 +59,7 @@ def logprobs_of(model, batch):
         return exact.token_logprobs(model, batch["tokens", "full"], batch["masks", "all_attention_mask"])
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])  # the last runs as modules
 def test_tokens_and_bits_are_the_same_in_any_batch_and_by_score(checkpoint, architecture, dtype):
@@ -111,7 +111,7 @@ def test_the_exact_trainer_names_it_at_once(checkpoint, caplog):
     assert not report.is_exact and "leave quantization out" in report.cause
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_new_weights_are_rounded_anew_and_digests_are_of_those_given(checkpoint, tmp_path, dtype, inplace):

@@ -74,7 +74,7 @@ def test_log_probs_are_those_of_the_float32_bias_and_not_of_a_rounded_one(biased
     assert kept < 0.03 < mean_gap()
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "flint", "gpt_oss", "llama"])
 def test_modules_are_built_in_the_dtypes_of_from_pretrained(architecture, dtype, tmp_path):
@@ -84,6 +84,7 @@ def test_modules_are_built_in_the_dtypes_of_from_pretrained(architecture, dtype,
     assert dtypes_of(built) == dtypes_of(of_transformers(path, dtype))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_every_source_of_an_update_keeps_the_float32_values(biased, tmp_path, load_format):
     theirs = of_transformers(biased)

@@ -104,6 +104,7 @@ def test_an_update_reaches_the_matrix_that_latents_are_read_by(checkpoint):
     assert mismatches(outputs, exact.enable(trainer), 1.0) == (7 * 2 * 8, 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_of_the_matrix_are_exact_too(tmp_path, dtype):
     path = tiny_checkpoint(tmp_path, "deepseek_v3", dtype=dtype, **DENSE)

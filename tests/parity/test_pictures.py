@@ -178,6 +178,7 @@ def test_no_bit_differs_over_many_tokens(weights_of, family, dtype):
         assert counts["wrong"] == 0, f"{counts['wrong']} of {counts['compared']} log-probs differ"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "family",
     [name if name in ("qwen3_vl", "idefics3") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],

@@ -38,7 +38,7 @@ def reward_model(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("reward"), head="sequence", num_labels=1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_are_those_of_transformers(checkpoint, kind):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
@@ -51,7 +51,7 @@ def test_hidden_states_are_those_of_transformers(checkpoint, kind):
         np.testing.assert_allclose(other, torch.nn.functional.normalize(expected, dim=-1), atol=1e-5)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("head", MODELS)
 def test_a_head_computes_what_it_does_in_transformers(tmp_path, architecture, head):
@@ -66,7 +66,7 @@ def test_a_head_computes_what_it_does_in_transformers(tmp_path, architecture, he
         np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["last", "mean", "token", "reward"])
 def test_a_prompt_has_the_same_bits_in_any_batch_and_over_any_chunks(reward_model, dtype, kind):

@@ -71,7 +71,7 @@ def test_drafted_tokens_have_the_experts_that_they_have_without(directory):
     assert_true(trainer_of(directory), outputs)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_tokens_before_an_update_keep_the_experts_of_the_version_that_made_them(directory, kv):
     before, after = trainer_of(directory), trainer_of(directory)
@@ -102,7 +102,7 @@ def test_a_dense_model_refuses_to_return_them(checkpoint):
             ask(llm)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_steps_in_which_nobody_asks_record_nothing(directory, monkeypatch):
     def refuse(model):
         raise AssertionError("it records")

@@ -18,6 +18,7 @@ def error_of(program, cwd, **environment):
     return done.stderr.splitlines()[-1] if done.stderr else ""
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("shadow", ["sync.py", "worker_ext.py", "sync/__init__.py", "worker_ext/__init__.py"])
 @pytest.mark.parametrize("program", ["from rollout_engine import EngineConfig", "import rollout_engine.base.errors"])
 def test_a_file_that_hides_a_package_of_ours_is_named_with_the_cure(tmp_path, shadow, program):

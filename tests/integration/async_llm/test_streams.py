@@ -45,7 +45,7 @@ async def anext_forever(generator):
         pass
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "params",
     [

@@ -183,7 +183,7 @@ def test_a_core_whose_interpreter_is_held_is_alive(checkpoint, options, last_of)
         process.end(kill=True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "arguments,problem",
     [

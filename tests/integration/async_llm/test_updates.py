@@ -39,7 +39,7 @@ def test_names_of_other_checkpoints_of_the_model_are_taken(engine, expected):
         assert asyncio.run(engine.update_weights(weights | stray)).digest == expected[seed][0]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transport", [None, "shm", "store", "gloo"])
 def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_of, expected, transport):
     async def run():
@@ -52,6 +52,7 @@ def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_
     asyncio.run(run())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transport", ["shm", "store", "gloo"])
 def test_a_part_of_the_weights_reaches_the_core(engine, expected, transport):
     old, new = tiny_weights(1), tiny_weights(2)
@@ -70,6 +71,7 @@ def test_a_part_of_the_weights_reaches_the_core(engine, expected, transport):
     asyncio.run(run())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["module", "iterator", "checkpoint", "store", "store in float64"])
 def test_every_kind_of_source_gives_the_same_weights(engine, expected, tmp_path, kind):
     model = tiny_model(seed=1)
@@ -104,6 +106,7 @@ def test_a_store_is_followed_version_by_version_and_an_old_one_is_refused(engine
     asyncio.run(run())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transport", ["nccl", "ipc", "inproc", "smoke"])
 def test_a_transport_that_does_not_reach_the_core_is_refused(engine, transport):
     version = engine.policy_version

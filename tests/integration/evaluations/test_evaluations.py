@@ -84,7 +84,7 @@ def test_a_finished_evaluation_samples_nothing_again(policy, tmp_path):
     assert EvalReport.read(tmp_path).table == first.table
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cut", [0, 1, 17, 400, 5000, 9001])
 def test_a_ledger_cut_anywhere_is_completed_to_the_same_samples(policy, tmp_path, cut, caplog):
     whole = evaluated(policy, out=tmp_path / "whole")
@@ -107,7 +107,7 @@ def test_more_samples_prompts_and_settings_join_those_that_are_there(policy, tmp
     assert essence(grown.samples) == essence(evaluated(policy).samples)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -168,6 +168,7 @@ class Guess:
         return Observation("Again.", reward=0.5 * (self.letter in action.text), terminated=self.turns == 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cut", [0, 3000])
 def test_environments_are_tasks(policy, tmp_path, cut):
     tasks = {"guess": EvalTask(env=Guess, num_prompts=5), "letters": TASK}
@@ -260,7 +261,7 @@ def test_errors_begin_with_the_task(policy):
     assert not policy.engine.has_unfinished_requests()
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("tasks", "options", "told"),
     [

@@ -85,6 +85,7 @@ def test_interrupts_at_any_instant_are_raised_inside_the_block_or_not_at_all():
     assert running_on([here]) is None
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("end, status", [("return", 1), ("raise", 1), ("exit", 7), ("exit quietly", 0)])
 def test_a_child_forked_inside_ends_with_the_block(end, status, capfd):
     ours = os.getpid()

@@ -47,6 +47,7 @@ def test_both_layouts_say_where_each_sequence_lies(make_batch, seed):
         assert [span.stop - span.start for _, span in in_padded] == [span.stop - span.start for _, span in in_packed]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(10))
 def test_joined_rollouts_hold_the_same_sequences(make_batch, layout, seed):

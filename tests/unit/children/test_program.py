@@ -119,6 +119,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["exit", "kill"])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_all_end_with_the_owner_however_it_ends(end, stopped, tmp_path):

@@ -59,7 +59,7 @@ def check(rig):
     rig.model._model.check_integrity()
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("num_draft_blocks", [200, 9, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_with_a_draft_model(make_drafting_rig, monkeypatch, some_of, shape, num_draft_blocks):

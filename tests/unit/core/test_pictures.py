@@ -231,7 +231,7 @@ def run(rig, seed, num_operations):
             assert end.error in ("spoilt", "it cannot be computed") or "told to fail" in end.error
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("states", [False, True], ids=["kv", "states"])
 @pytest.mark.parametrize("shape", ["tiny pool", "wide blocks, few slots"])
 def test_random_prompts_with_pictures_get_their_own_tokens(make_rig, monkeypatch, some_of, shape, states):

@@ -8,7 +8,7 @@ from tests.unit.core.random_operations import SHAPES, Monkey
 NUM_OPERATIONS = 1_500
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(
@@ -29,7 +29,7 @@ def test_random_operations_give_every_sequence_its_own_tokens_and_leak_nothing(
     assert reasons == {"stop", "length", "abort", "error"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_the_shapes_cover_preemption_copies_drops_and_cache_hits(make_rig):
     rig = make_rig(vocab_size=23, policy_version=100, **SHAPES["tiny pool"])
     monkey = Monkey(rig, seed=1)

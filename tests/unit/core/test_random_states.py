@@ -33,7 +33,7 @@ def few_scored_tokens(monkeypatch):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spare", SPARE)
 @pytest.mark.parametrize("shape", SHAPES)

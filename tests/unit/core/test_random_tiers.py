@@ -82,7 +82,7 @@ def few_scored_tokens(monkeypatch):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", [0, _slow_unless(False, 1)])
 @pytest.mark.parametrize("store", [_slow_unless(store == "bad", store) for store in STORES])
 @pytest.mark.parametrize("num_spare", [0, _slow_unless(False, 1), 12])
@@ -96,6 +96,7 @@ def test_random_operations_over_a_tier_give_every_sequence_its_own_tokens(
     run([with_hints(rig, seed)], f"tier {shape} {num_spare} {store} {seed}", some_of(400))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("num_spare", [0, 12])
 def test_two_engines_over_one_tier_give_every_sequence_its_own_tokens(make_rig, some_of, num_spare):
     held = {}
@@ -116,6 +117,7 @@ def test_two_engines_over_one_tier_take_no_picture_for_another(make_rig, some_of
     assert sum(len(request.pictures) for rig in rigs for request in rig.requests.values()) > 10
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_spare", [0, 12])
 def test_drafts_over_a_tier_give_every_sequence_its_own_tokens(make_rig, some_of, num_spare):
     rig = make_oracle_rig(make_rig, **sizes_of("tiny pool", num_spare))
@@ -124,7 +126,7 @@ def test_drafts_over_a_tier_give_every_sequence_its_own_tokens(make_rig, some_of
     run([with_tier(rig, FakeStore(**STORES["bad"]))], f"drafts {num_spare}", some_of(300))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_the_operations_reach_all_that_is_done_with_a_tier(make_rig):
     rig = with_tier(make_rig(**sizes_of("tiny pool", 12)), FakeStore(**STORES["bad"]))
     run([with_hints(rig, 0)], "coverage", 600)

@@ -168,6 +168,7 @@ def test_references_of_parked_samples_are_dropped_before_anything_running_is_pre
     rig.assert_clean()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs", "n"), [(4, 1, 8), (4, 8, 40), (5, 3, 16), (6, 2, 3)])
 def test_more_samples_than_slots_and_blocks_still_all_finish(make_rig, num_blocks, max_num_seqs, n, caching):

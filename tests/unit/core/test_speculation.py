@@ -16,7 +16,7 @@ def make_oracle_rig(make_rig):
     return partial(oracle.make_oracle_rig, make_rig)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_operations_with_drafts_give_every_sequence_its_own_tokens(

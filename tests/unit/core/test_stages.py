@@ -48,6 +48,7 @@ def test_steps_share_the_sequences_evenly(make_staged):
     rig.assert_clean()
 
 
+@pytest.mark.quick(1)
 def test_uneven_steps_become_even(make_staged):
     rig = make_staged(max_num_seqs=12, max_num_batched_tokens=1000, num_blocks=200)
     rig.add("early", [1], max_tokens=60)
@@ -77,7 +78,7 @@ def test_a_single_sequence_is_in_one_step_at_a_time(make_staged):
     rig.assert_clean()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_operations_give_every_sequence_its_own_tokens(make_staged, monkeypatch, some_of, shape):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)

@@ -56,6 +56,7 @@ def test_as_many_slots_as_sequences_and_one_let_all_of_them_run(make_rig):
     rig.assert_clean()
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("num_spare", [1, 2, 5, 30])
 def test_no_snapshot_takes_the_slot_of_a_running_sequence(make_rig, num_spare):
     rig = make_rig(block_size=4, num_state_slots=8 + num_spare, state_interval=8, num_blocks=400)
@@ -81,6 +82,7 @@ def test_a_known_prefix_is_found_at_intervals_and_at_the_last_block_of_a_prompt(
     rig.assert_clean()
 
 
+@pytest.mark.quick(35)
 @pytest.mark.parametrize("num_tokens", range(7, 13))
 @pytest.mark.parametrize("sizes", [ROOMY, SCARCE], ids=["roomy", "scarce"])
 def test_the_next_turn_computes_only_the_last_token_and_what_is_new(make_rig, num_tokens, sizes):

@@ -18,6 +18,7 @@ def forced_of(rig, key):
     return [token_id for token_id in rig.tokens[key] if state.append(token_id)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "config",
     [

@@ -246,7 +246,7 @@ class PinningMonkey(Monkey):
             self.rig.add = add
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seeds", [[0], pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["one", "more"])

@@ -87,7 +87,7 @@ def test_pictures_without_a_token_between_them_are_refused(make_rig):
     assert num_cached(make_rig(), "a", touching) == 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", ["tiny pool", "wide blocks, few slots"])
 def test_no_step_splits_a_picture(make_rig, monkeypatch, some_of, shape):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 5 * 23)
@@ -97,7 +97,7 @@ def test_no_step_splits_a_picture(make_rig, monkeypatch, some_of, shape):
     assert rig.core.stats.num_cached_tokens
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_the_negative_control_splits_pictures(make_rig, some_of):
     rig = make_rig(**dict(vocab_size=23, policy_version=100) | SHAPES["tiny pool"])
     run(rig, "split", some_of(1000))

@@ -29,7 +29,7 @@ def _sampled(values, batch):
     return values[:, 1:][batch["masks", "all_assistant_mask"][:, 1:]]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @DTYPES
 @pytest.mark.parametrize("is_enabled_first", [True, False], ids=["enabled, then wrapped", "wrapped, then enabled"])
 def test_the_trainer_has_the_engines_bits_and_gradients(tmp_path, dtype, is_enabled_first):

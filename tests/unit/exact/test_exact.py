@@ -24,7 +24,7 @@ ROUND_OFF = [
 ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("architecture", "dtype", "atol", "grad_error"), ROUND_OFF)
 def test_values_and_gradients_are_those_of_eager_attention_and_plain_linears(architecture, dtype, atol, grad_error):
     reference = tiny_model(architecture, dtype=dtype, attn_implementation="eager", **EXPERTS).requires_grad_(True)
@@ -162,6 +162,7 @@ def test_ids_may_be_of_any_integer_dtype_and_padding_any_number():
         assert torch.equal(exact.token_logprobs(trainer, ids.masked_fill(~mask, -100), mask.long()), expected)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [

@@ -28,6 +28,7 @@ def train(parameters, optimizer, steps=50):
         optimizer.zero_grad()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_weights_are_those_of_a_float32_training_rounded(name):
     parameters, wanted = weights(torch.bfloat16), [nn.Parameter(p.detach().float()) for p in weights(torch.bfloat16)]

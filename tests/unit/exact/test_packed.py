@@ -41,7 +41,7 @@ def alone(trainer, sequences):
     return torch.cat(parts[:-1], 1)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_sequences_have_the_bits_of_sequences_alone(architecture, dtype, sequences, packed):

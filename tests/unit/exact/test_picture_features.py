@@ -32,6 +32,7 @@ def with_features(batch, model):
     return batch
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

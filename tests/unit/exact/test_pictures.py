@@ -64,6 +64,7 @@ def one_by_one(trainer, rows):
     return [exact.token_logprobs(trainer, batch_of([row]), temperature=1.0).detach()[0] for row in rows]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", named(FAMILIES))
 def test_values_are_those_of_transformers(family, source_of):
     batch = batch_of(draw_rows(source_of(family), family))
@@ -73,7 +74,7 @@ def test_values_are_those_of_transformers(family, source_of):
     torch.testing.assert_close(values, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", named(FAMILIES))
 @torch.no_grad()
@@ -135,6 +136,7 @@ def test_equal_prompts_are_computed_once_and_other_pictures_apart(source_of, mon
     assert sizes == [sum(len(row) for row, _ in rows) - 3 * len(ids) - num_shared_at_most]
 
 
+@pytest.mark.quick(1)
 @torch.no_grad()
 @pytest.mark.parametrize("family", [FAMILY, "gemma4"])
 def test_a_sampled_placeholder_is_an_ordinary_token(family, source_of):
@@ -157,6 +159,7 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family, source_of):
     assert differ.nonzero()[0] == len(ids), "the token behind the first sampled placeholder"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", named(FAMILIES))
 def test_gradients_of_text_and_tower_are_those_of_float64(family, source_of):
     batch = batch_of(draw_rows(source_of(family), family))
@@ -174,6 +177,7 @@ def test_gradients_of_text_and_tower_are_those_of_float64(family, source_of):
     assert num_compared > 10
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("family", [FAMILY, pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_recomputed_layers_have_the_same_gradients(family, use_reentrant, source_of):

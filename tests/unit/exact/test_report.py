@@ -53,7 +53,7 @@ def forgotten(batch):
     return batch.to_tensordict()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 def test_a_difference_after_an_optimizer_step_is_expected_and_said_so(path, trainer, kind, how):

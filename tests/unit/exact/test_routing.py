@@ -48,7 +48,7 @@ def same(one, two):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_with_the_same_weights_a_replay_changes_no_bit_of_logits_and_gradients(architecture):
     model = make(architecture)
@@ -62,7 +62,7 @@ def test_with_the_same_weights_a_replay_changes_no_bit_of_logits_and_gradients(a
         assert same(gradients(model), before)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize(
     "architecture", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text_experts", "deepseek_v3", "longcat_flash"]
@@ -180,6 +180,7 @@ def left_padded(ids, experts, num):
     return torch.stack(rows), torch.stack(masks), torch.stack(given)  # padded with 0: not looked at
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_log_probs_with_a_replay_are_those_of_the_same_routing_in_every_layout(architecture):
     model = exact.enable(make(architecture))

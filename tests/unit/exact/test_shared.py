@@ -43,7 +43,7 @@ def apart(monkeypatch):
     return lambda: monkeypatch.setattr(exact_trainer, "shares_prefixes", lambda model: False)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_log_probs_have_the_bits_of_rows_apart(architecture, dtype, groups, apart):
@@ -69,6 +69,7 @@ def test_entropies_and_left_padded_rows_have_these_bits_too(groups, apart):
         assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_rows_apart(dtype, groups, apart):
     trainer = exact.enable(tiny_model("qwen3", dtype=dtype)).requires_grad_(True)

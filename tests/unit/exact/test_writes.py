@@ -46,7 +46,7 @@ def step(model, optimizer):
     optimizer.step(closure)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: next(iter(variant), "default"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_forward_after_a_step_has_the_stepped_weights(trainer, name, variant):
@@ -98,7 +98,7 @@ WRITES = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_that_autograd_does_not_see_count(trainer, write):
     before = logprobs(trainer)

@@ -26,7 +26,7 @@ def share_at_home(replicas_of_groups):
     return at_home / sum(map(len, replicas_of_groups.values()))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("num_replicas", [2, 4, 16])
 @pytest.mark.parametrize("order", ARRIVALS)
 def test_groups_stay_together_and_replicas_are_even_when_all_requests_are_in_flight(order, num_replicas):
@@ -38,6 +38,7 @@ def test_groups_stay_together_and_replicas_are_even_when_all_requests_are_in_fli
     assert max(max(loads) - mean, mean - min(loads)) <= ARRIVALS[order] * GROUP_SIZE
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("num_replicas", [2, 4, 16])
 @pytest.mark.parametrize("order", ARRIVALS)
 def test_groups_stay_together_and_replicas_are_even_while_requests_come_and_go(order, num_replicas):

@@ -22,6 +22,7 @@ class Looked:
         return False
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_decision_among_a_thousand_replicas_looks_at_few(strategy):
     balancer, chance, in_flight = make(1000, strategy), random.Random(0), []

@@ -71,7 +71,7 @@ def expected(pattern, output):
     return next_ones | ({END, STOP} if regex.fullmatch(pattern, text) else set())
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_mask_allows_what_can_still_match_and_an_end_where_it_does(compiler, pattern):
     rng = random.Random(0)
@@ -94,7 +94,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("given", FORMS, ids=lambda given: str(given)[:30])
 def test_a_token_is_told_alone_as_the_mask_would_tell_it(compiler, some_of, given):
     """No mask is filled for a token that it would allow; any other token gets the mask."""

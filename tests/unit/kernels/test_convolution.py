@@ -35,6 +35,7 @@ def one(length, source, writes):
     return StateChunks([0, length], [source], [0, len(writes)], list(writes), list(writes.values()))
 
 
+@pytest.mark.quick(17)
 @DTYPES
 @SILU
 @pytest.mark.parametrize(("channels", "width"), [(5, 4), (128, 3), (200, 4), (16, 1)])
@@ -56,6 +57,7 @@ def test_a_result_is_rounded_once():
     assert torch.equal(causal_convolution(x, weight, bias, silu=True, chunks=chunks), wide.bfloat16())
 
 
+@pytest.mark.quick(12)
 @DTYPES
 @SILU
 @pytest.mark.parametrize(("channels", "width"), [(37, 4), (130, 3), (16, 1)])

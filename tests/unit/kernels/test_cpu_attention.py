@@ -99,6 +99,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.quick(19)
 @DTYPES
 @pytest.mark.parametrize(("shape", "params"), SHAPES)
 def test_values_are_those_of_plain_attention(shape, params, dtype):
@@ -110,7 +111,7 @@ def test_values_are_those_of_plain_attention(shape, params, dtype):
     torch.testing.assert_close(lse.double(), expected_lse, atol=5e-6, rtol=2e-6)
 
 
-@pytest.mark.quick(49)
+@pytest.mark.quick(9)
 @DTYPES
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize(("shape", "params"), SHAPES)
@@ -124,6 +125,7 @@ def test_bits_do_not_depend_on_blocks_chunks_or_threads(shape, params, block_siz
         assert torch.equal(paged(*tensors, params, block_size=block_size, steps=steps), expected)
 
 
+@pytest.mark.quick(8)
 @DTYPES
 @pytest.mark.parametrize("heads", [4, 16], ids=["18 rows", "72 rows"])
 @pytest.mark.parametrize("window", [0, 100])

@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "dk", "dv", "params"), CASES)
 def test_values_and_gradients_are_attentions(heads, kv_heads, length, dk, dv, params):
     shapes = [(3, heads, length, dk), (3, kv_heads, length, dk), (3, kv_heads, length, dv)]
@@ -117,7 +118,7 @@ def test_gradients_do_not_depend_on_threads_or_on_what_stands_beside_them(implem
             start += length
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_any_shape_are_those_of_the_twin(dtype):
@@ -142,6 +143,7 @@ def test_gradients_of_any_shape_are_those_of_the_twin(dtype):
 LENGTHS = [65, 1, 200, 1, 34, 99]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "params", [AttentionParams(0.25), AttentionParams(0.25, sliding_window=20), AttentionParams(0.5, softcap=3.0)]

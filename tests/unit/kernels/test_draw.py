@@ -33,6 +33,7 @@ def _case(n, vocab_size, dtype, *, seed=0):
     return logits, rules.temperature.float(), torch.rand(n, generator=g, dtype=torch.float64), greedy, rules
 
 
+@pytest.mark.quick(17)
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 16, 127, 128, 129, 1000, 6001])
@@ -116,7 +117,7 @@ def _masks(n, vocab_size, *, seed=0):
     return allowed, TokenMasks(torch.from_numpy(bits.view(np.int32)), places)
 
 
-@pytest.mark.quick(31)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("with_rules", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 259, 4096])

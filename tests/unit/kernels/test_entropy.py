@@ -41,7 +41,7 @@ def ulps(found, expected):
     return np.abs(found.double().numpy() - expected) / np.spacing(expected.astype(np.float32)).astype(np.float64)
 
 
-@pytest.mark.quick(79)
+@pytest.mark.quick(52)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.05, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)

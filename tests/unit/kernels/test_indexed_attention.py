@@ -33,6 +33,7 @@ def whole(lengths):
     return ChunkColumns.of(Chunk(0, n, list(range(s, s + n))) for s, n in zip(starts, lengths, strict=False))
 
 
+@pytest.mark.quick(9)
 @DTYPES
 @pytest.mark.parametrize(("heads", "dim"), [(1, 5), (7, 16), (8, 33)])
 def test_the_highest_scores_are_chosen(kernels, dtype, heads, dim):
@@ -61,7 +62,7 @@ def test_of_equal_scores_the_lowest_positions_are_chosen_and_nan_before_all(kern
     assert choose_slots(q, weights, keys, whole([9]), topk=4, scale=1.0).slots[8].tolist() == [0, 3, 6, 7]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @DTYPES
 def test_chunks_pools_and_threads_do_not_change_a_choice(kernels, dtype, thread_count):
     lengths, heads, dim = (130, 70), 6, 16
@@ -90,6 +91,7 @@ def test_chunks_pools_and_threads_do_not_change_a_choice(kernels, dtype, thread_
                 assert named == [[slot for slot in row if slot >= 0] for row in expected.slots[rows].tolist()]
 
 
+@pytest.mark.quick(11)
 @DTYPES
 @pytest.mark.parametrize("heads", [3, 16, 40])
 def test_with_all_positions_chosen_attention_has_the_bits_of_dense_attention(kernels, dtype, heads, thread_count):

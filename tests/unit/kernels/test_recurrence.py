@@ -81,6 +81,7 @@ def assert_close(found, wanted, relative):
     assert (found.double() - wanted.double()).abs().max() <= relative * wanted.double().abs().max()
 
 
+@pytest.mark.quick(36)
 @DTYPES
 @SIZES
 @FORMS
@@ -135,7 +136,7 @@ def run_in_steps(inputs, rule, sizes, pool, slots):
     return torch.cat(out)
 
 
-@pytest.mark.quick(23)
+@pytest.mark.quick(9)
 @DTYPES
 @FORMS
 @pytest.mark.parametrize(("key", "value"), [(16, 64), (20, 40), (33, 130)])
@@ -255,7 +256,7 @@ def test_no_tokens_give_no_outputs(side):
 LENGTHS = [GRID + 3, 3, GRID, 1, 2 * GRID + 1, 0]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @FORMS
 @pytest.mark.parametrize(("groups", "heads", "key", "value"), [(2, 4, 20, 40), (2, 2, 16, 64)])
 def test_gradients_are_those_of_the_formula(side, form, groups, heads, key, value):

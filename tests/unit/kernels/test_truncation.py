@@ -47,7 +47,7 @@ def _columns(n, **settings):
     return {name: column.long() if name == "top_k" else column.double() for name, column in made.items()}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(6000, 50), (3500, 259), (600, 1500), (60, 6000)])
 def test_random_rows_keep_what_sorting_keeps(side, num_rows, vocab_size):
     g = torch.Generator().manual_seed(vocab_size)
@@ -66,6 +66,7 @@ def test_random_rows_keep_what_sorting_keeps(side, num_rows, vocab_size):
     assert _wrong_rows(logits, **columns) == 0
 
 
+@pytest.mark.quick(40)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -103,6 +104,7 @@ def test_ties_at_the_edge_go_to_the_lowest_ids(side):
     assert logits.isfinite().tolist() == [[True, True, True, False, True, False]]
 
 
+@pytest.mark.quick(1)
 def test_a_row_is_cut_alike_alone_and_among_others(side):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(600, 3000, generator=g).round(decimals=1)

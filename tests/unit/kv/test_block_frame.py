@@ -18,7 +18,7 @@ def test_a_frame_returns_its_data(content):
     assert open_frame(memoryview(frame), SPACE, KEY) == content
 
 
-@pytest.mark.quick(133)
+@pytest.mark.quick(80)
 @pytest.mark.parametrize("place", range(len(FRAME)))
 def test_a_damaged_byte_anywhere_is_noticed(place):
     for change in (1, 0x80, 0xFF):
@@ -28,6 +28,7 @@ def test_a_damaged_byte_anywhere_is_noticed(place):
             open_frame(memoryview(frame), SPACE, KEY)
 
 
+@pytest.mark.quick(76)
 @pytest.mark.parametrize("size", [*range(HEADER_BYTES + 1), len(FRAME) - 1])
 def test_a_torn_frame_is_noticed(size):
     with pytest.raises(DamagedBlock, match="ends within|header states"):

@@ -93,7 +93,7 @@ def live_through(seed, num_steps, pools=0.0, has_tier=False, **options):
     return history
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypatch, seed):
     monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)
@@ -107,6 +107,7 @@ def test_the_whole_life_of_a_core_replays_to_the_same_schedule(folder, monkeypat
     assert (found.num_steps, found.difference, found.failure) == (300, "", "")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_blocks_that_a_connector_gave_are_given_again(folder, monkeypatch, seed):
     monkeypatch.setattr("rollout_engine.engine.history._NUM_ENTRIES", 10_000)

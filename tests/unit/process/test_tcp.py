@@ -62,6 +62,7 @@ def test_one_core_takes_clients_in_its_directory_and_over_tcp(core, tmp_path):
     local.close()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "listen,host", [("tcp://*:*", "0.0.0.0"), ("tcp://localhost:0", None), ("tcp://[::1]:0", "[::1]")]
 )
@@ -138,7 +139,7 @@ ON_TCP = STRANGERS | {"no CURVE": greeting(b"CURVE") + command(b"HELLO", bytes(1
 ON_TCP["the token's mechanism"] = ON_TCP.pop("another token")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("words", ON_TCP.values(), ids=ON_TCP)
 def test_an_endless_message_of_a_stranger_is_not_read(core, words):
     at = TcpAddress.parse(core.address, "address")

@@ -45,6 +45,7 @@ def rolled_out(make_rig, rows=ROWS, **options):
     return rig.rollout([row["prompt"] for row in rows], PARAMS, **({"num_samples": 3, "seed": 7} | options))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, None])
 def test_without_an_update_groups_are_those_of_a_rollout(rig, make_rig, max_staleness):
     batches = list(collect(rig, max_staleness=max_staleness, reward_fn=lengths))

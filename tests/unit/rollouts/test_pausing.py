@@ -22,6 +22,7 @@ def test_a_rollout_that_would_wait_for_ever_is_refused_and_leaves_nothing(rig):
     rig.policy.wake_up()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_an_arollout_waits_while_another_task_pauses_and_resumes(rig, mode):
     expected = rig.rollout(params=PARAMS)

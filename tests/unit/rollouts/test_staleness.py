@@ -77,7 +77,7 @@ class Trainer:
         return self
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("max_in_flight", [None, 1, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
 def test_with_one_update_a_batch_nothing_is_ever_too_old(max_staleness, max_in_flight):
@@ -94,7 +94,7 @@ def test_an_update_may_come_while_the_trainer_waits_already(max_staleness):
         assert trainer.run().num_regenerated == 0
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "updates", [lambda draws: 0, lambda draws: draws.randrange(4), lambda draws: 3, lambda draws: draws.choice([1, -1])]
 )

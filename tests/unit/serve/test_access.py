@@ -27,7 +27,7 @@ def guarded(policy):
     return Client(app)
 
 
-@pytest.mark.quick(39)
+@pytest.mark.quick(17)
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
 @pytest.mark.parametrize("row, method", ROWS)
 def test_a_route_opens_to_its_keys_alone(guarded, row, method, header):

@@ -90,7 +90,7 @@ def test_other_tensors_take_the_place_of_known_ones_as_a_version(client):
     assert list(loaded) == ["math", "other"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "fields, said",
     [

@@ -243,7 +243,7 @@ def test_what_cannot_be_served_is_refused(client, fields, said):
     assert said in client.problem("/v1/chat/completions", fields)["message"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["<tool_call>", "<|python_tag|>", "<tool_call><function=", "<seed:tool_call>", ""])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}])
 def test_an_answer_that_has_to_be_a_call_is_one(client, form, choice):

@@ -14,6 +14,7 @@ def is_object(text):
     return set(json.loads(text)) == {"a"}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "fields, holds",
     [
@@ -77,6 +78,7 @@ TAGGED = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -137,7 +137,7 @@ def test_an_update_of_which_nothing_has_come_is_not_reported_as_the_one_before(c
     assert "no tensors have arrived" in client.problem("/end_weight_update", {}, status=409)["message"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("begun, sent", [(5, None), (None, 5), (5, 5)])
 def test_an_update_has_the_version_that_was_given_at_its_begin_or_with_its_tensors(client, other_weights, begun, sent):
     client.post("/begin_weight_update", {"weight_version": begun})
@@ -264,7 +264,7 @@ def test_parts_of_two_updates_are_never_mixed(client, other_weights):
     assert "they are of two updates" in problem["message"] and answer_of(client)[1] == "0"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "path, fields, status, said",
     [
@@ -298,7 +298,7 @@ def test_the_live_version_may_be_confirmed(client):
     assert client.post("/update_weight_version", {"new_version": "0"})["new_version"] == "0"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("order", [["kv_cache"], ["weights"], ["kv_cache", "weights"], ["weights", "kv_cache"]])
 def test_memory_is_released_and_taken_back_tag_by_tag(client, other_weights, order):
     for tag in order:

@@ -93,7 +93,7 @@ def test_tensors_come_over_a_plain_torch_group(client, other_weights, tmp_path):
     assert after != before and spans == [[0, 8, 4, 4]]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "columns, said",
     [

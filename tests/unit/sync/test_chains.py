@@ -58,7 +58,7 @@ def read(store):
         return published.version, bytes_of(published.tensors)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("anchor_every", [1, 2, 4, 16])
 def test_every_version_has_the_bits_that_were_published(store, anchor_every):
     publisher = Publisher(store, anchor_every)
@@ -213,7 +213,7 @@ def test_a_damaged_link_falls_back_to_the_anchor_with_one_line_and_is_mended_by_
     assert read(store) == (4, publisher.versions[4]) and num_links(store) == 0
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("damage", LINK_DAMAGES)
 def test_if_the_anchor_fails_too_the_error_names_both(store, damage):
     publisher = Publisher(store).publish(3)

@@ -51,6 +51,7 @@ def test_weights_of_a_device_arrive_as_those_of_the_host(link):
     assert link.push(source, 7, metadata).digest == link.offer(weights(), 8, metadata).digest
 
 
+@pytest.mark.quick(1)
 def test_tensors_are_received_straight_into_a_shadow(link):
     manifest = link.offer(weights(), version=7)
     answers, error = link.deliver(manifest, "receive_into")

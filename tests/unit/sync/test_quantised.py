@@ -33,7 +33,7 @@ def read(directory) -> dict[str, torch.Tensor]:
     return {tensor.name: tensor.materialize() for tensor in read_checkpoint(directory)}
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_those_that_the_format_denotes(tmp_path, name, caplog):
     encoded = encode(name)
@@ -46,7 +46,7 @@ def test_weights_are_those_that_the_format_denotes(tmp_path, name, caplog):
     assert "1 weight is dequantised in float32" in caplog.text
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_that_lacks_one_of_its_tensors_is_refused(tmp_path, name):
     encoded = encode(name)
@@ -57,7 +57,7 @@ def test_a_weight_that_lacks_one_of_its_tensors_is_refused(tmp_path, name):
             read(tmp_path)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tensor_of_another_shape_or_dtype_is_refused(tmp_path, name):
     encoded = encode(name)
@@ -91,6 +91,7 @@ def test_experts_of_gpt_oss_are_those_of_transformers(tmp_path):
     assert found.keys() == {NAME, f"{NAME}_bias", "model.norm.weight"} and torch.equal(found[NAME], expected)
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

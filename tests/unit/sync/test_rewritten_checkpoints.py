@@ -116,7 +116,7 @@ def test_what_is_read_is_what_is_there(old, monkeypatch):
     assert offer(old) == {1.0} and reads.left == 1
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("count", [1, 8, NUM_READS])
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("change", CHANGES)

@@ -314,7 +314,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_refused_and_mended_by_publishing_again(store, damage):
     sync.publish(store, weights(1), 1)
@@ -344,7 +344,7 @@ def test_a_store_of_another_form_of_digests_is_refused_by_that_and_mended_by_pub
     assert current(store) == (2, 2.0)
 
 
-@pytest.mark.quick(33)
+@pytest.mark.quick(21)
 @pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize("byte", range(0, 96, 5))
 def test_any_bit_of_current_is_told_or_means_the_same(store, byte, bit):

@@ -140,7 +140,7 @@ def test_a_damaged_copy_is_fetched_anew(served, copy):
     assert read(copy) == (2, served.versions[2])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("newer", [0, 1])
 @pytest.mark.parametrize("behind", [0, 2])
 def test_bytes_of_a_copy_that_were_changed_are_fetched_anew(served, copy, caplog, fetched, behind, newer):
@@ -212,7 +212,7 @@ def test_an_anchor_alone_is_served_and_read_by_ranges(served):
     assert served.send("/weights/1?part=changes")[0] == 404
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "path", ["/weights/7", "/weights/../CURRENT", "/weights/current?part=lease", "/", "/weights/-1"]
 )
@@ -283,6 +283,7 @@ def test_a_pull_that_is_killed_leaves_the_version_before_or_the_new_one(served, 
     assert set(found["killed"]) <= {"6", "8"} and found["killed"]["6"] > num_kills / 5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_trainer_that_goes_back_to_a_number_has_its_new_weights_pulled(served, copy, version):
     served.publish(2)
@@ -313,6 +314,7 @@ def test_connections_beyond_the_most_are_closed_and_make_room_when_they_end(serv
         pytest.fail("no connection was taken again")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("text", ["bytes=5-", "bytes=0-0", "bytes=-1", "bytes=9-3"])
 def test_no_range_of_changes_without_bytes_has_a_length_below_zero(served, text):
     sync.publish(served.directory, served._weights, 2, delta=True)  # the same weights

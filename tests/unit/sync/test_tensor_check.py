@@ -58,7 +58,7 @@ def test_pieces_of_the_real_size(results_of):
     assert results_of(tensor) == [(tensor_digest(tensor), True)]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.int8, torch.bool])
 def test_every_dtype_has_the_digest_of_its_bytes(results_of, small_pieces, dtype):
     tensor = (torch.arange(1300) % 97 - 40).to(dtype).view(26, 50)
@@ -138,7 +138,7 @@ def test_what_is_checked_is_copied_on_the_way_and_may_then_change(results_of, sm
         assert torch.equal(out.cpu(), tensor) and set(whole[:32].tolist() + whole[-32:].tolist()) == {77}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", [lambda x: x[0], lambda x: x[0].t().contiguous().t(), lambda x: x.flatten()[1:1801]])
 def test_places_and_sources_may_be_of_any_form_on_the_way(results_of, small_pieces, device, dtype, place):  # noqa: F811
@@ -162,6 +162,7 @@ def broadcast_ends(folder):
     return GlooSender(**place), GlooReceiver(**place, rank=1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter takes tensors of the host for a device's")
 @pytest.mark.parametrize("make_ends", [ipc_ends, broadcast_ends])
 def test_weights_of_another_process_never_come_to_the_host(results_of, small_pieces, tmp_path, monkeypatch, make_ends):
@@ -189,7 +190,7 @@ def test_weights_of_another_process_never_come_to_the_host(results_of, small_pie
     sender.close()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_one_value_that_is_not_finite_is_seen_wherever_it_is(results_of, small_pieces, dtype):
     """In a whole block, in the rest of a piece, in its last bytes, in the rest of the tensor; of either sign."""

@@ -112,7 +112,7 @@ def test_bytes_are_fetched_straight_to_their_place(writer):
     assert torch.equal(out, source) and starts == [0, PIECE, 2 * PIECE]
 
 
-@pytest.mark.quick(48)
+@pytest.mark.quick(38)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-nan"])
 @pytest.mark.parametrize("where", [0, 600_000, -1])

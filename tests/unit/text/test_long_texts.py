@@ -80,7 +80,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(long_texts, "_WINDOW", 11)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "NFC"])
 @pytest.mark.parametrize("pattern", [None, *sorted(long_texts._PATTERNS)], ids=["GPT-2", "a", "b", "c"])
 def test_pieces_have_the_ids_of_the_whole(small_pieces, pattern, normalizer):
@@ -159,6 +159,7 @@ def test_tokenizers_that_look_over_a_cut_encode_in_one_piece(small_pieces, make)
     assert texts.encode(text, False, 1) == (tokenizer.encode(text, add_special_tokens=False).ids, True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", ["encode", "decode"])
 def test_other_threads_run_while_a_long_text_is_read(verb):
     codec, text, ended, num_runs = TextCodec(byte_tokenizer()), "word " * 100_000, threading.Event(), 0

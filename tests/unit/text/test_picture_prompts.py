@@ -70,7 +70,7 @@ def reference(path, family, monkeypatch):
     return base.from_args_and_dict([parts.get(name) for name in base.get_attributes()], options)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_places_and_arrays_are_those_of_transformers(checkpoint, family, monkeypatch):
     path = checkpoint(family)
@@ -233,6 +233,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_not_one_image_for_each_placeholder_is_refused_by_its_part(qwen, name):
     prompt, field, words = BAD[name]
@@ -250,6 +251,7 @@ def test_an_observation_with_a_placeholder_is_refused(qwen):
 PIXELS = np.zeros((4, 96), np.float32)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "made, words",
     [

@@ -113,6 +113,7 @@ def cut_ids(draw):
     return ids[:cut], ids[cut:]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", SPELT)
 @given(pair=cut_ids(), skip=st.booleans(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=150)

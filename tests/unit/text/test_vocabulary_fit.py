@@ -74,6 +74,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_said_with_its_first_token_bey
     assert not caplog.records
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("named", [None, 200, [200, 201]])
 def test_each_of_the_end_ids_ends_a_sequence_when_it_is_sampled(tmp_path, named):
     tiny_checkpoint(tmp_path)

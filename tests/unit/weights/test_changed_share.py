@@ -33,7 +33,7 @@ def nudge(model, share, seed):
     return changed / total
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 def test_it_is_close_to_the_exact_share_from_the_first_update_on(tmp_path, tied, delta):

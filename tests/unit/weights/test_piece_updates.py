@@ -65,6 +65,7 @@ def change_pieces(tensors, count, choose, num_bytes):
     return sum(min(num_bytes, t.nbytes - first * t.itemsize) for t, first in changed)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_pieces_that_changed_are_taken(make_updater, steps, tmp_path, pieces, transport, dtype):

@@ -48,6 +48,7 @@ def _expected(table, x, out, slots):
     return result
 
 
+@pytest.mark.quick(1)
 @DTYPES
 def test_each_row_gets_its_own_adapter(device, dtype):
     table = _table(dtype, torch.device(device))
@@ -62,6 +63,7 @@ def test_each_row_gets_its_own_adapter(device, dtype):
     assert not torch.equal(got[second, :48], out[second, :48])
 
 
+@pytest.mark.quick(1)
 @DTYPES
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(device, dtype):
     table = _table(dtype, torch.device(device))

@@ -62,7 +62,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("heads", "dims", "block_size", "params"), CASES)
 @pytest.mark.parametrize("tiling", [DECODE, DETERMINISTIC], ids=["fast", "deterministic"])
 def test_decode_is_attention(heads, dims, block_size, params, tiling, device):
@@ -92,6 +92,7 @@ def test_chunks_of_prompts_are_attention_beside_decoding_sequences(params, tilin
     check(contexts, ends, counts, tiling, params, tokens_per_item=tokens, programs=3, is_whole=is_whole)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiling", [DECODE, DETERMINISTIC], ids=["fast", "deterministic"])
 def test_sinks_take_their_share_once_however_an_item_is_cut(tiling, device):
     ends = [5, 130]
@@ -99,6 +100,7 @@ def test_sinks_take_their_share_once_however_an_item_is_cut(tiling, device):
     check(contexts, ends, [1, 1], tiling, AttentionParams(0.3), tokens_per_item=1, programs=7, sinks=torch.randn(6))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiling", [DECODE, DETERMINISTIC], ids=["fast", "deterministic"])
 def test_half_precision_loses_no_more_than_its_rounding(tiling, device):
     ends = [33, 64]

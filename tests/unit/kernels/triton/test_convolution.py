@@ -23,7 +23,7 @@ def draw(device, num_tokens, channels, width, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @DTYPES
 @SILU
 @pytest.mark.parametrize(("channels", "width"), [(5, 4), (200, 3), (16, 1)])

@@ -24,7 +24,7 @@ def _chosen(logits, top_k, *, normalised, dtype=torch.float32):
     return weights, experts, probabilities
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (8, 8), (60, 4), (1, 1), (300, 9)])
@@ -95,6 +95,7 @@ def test_each_row_is_the_product_with_its_expert(device, dtype):
             assert torch.equal(multiply(sent, weight, groups, out, top_k=k, by_entry=scatters), wanted)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_in_another_layout_give_the_same_bits(device, dtype):
     x, weight = (_random(*shape, dtype=dtype, device=device) for shape in ((9, 40), (3, 35, 40)))

@@ -24,6 +24,7 @@ def assert_alike(ours, twins):
     torch.testing.assert_close(ours, twins, rtol=max(4 * torch.finfo(twins.dtype).eps, 8e-6), atol=2e-6)
 
 
+@pytest.mark.quick(2)
 @DTYPES
 @pytest.mark.parametrize(("size", "group_size"), [(12, 12), (96, 32), pytest.param(2500, 2500, marks=pytest.mark.slow)])
 def test_a_gated_norm_is_its_twin(device, dtype, size, group_size):

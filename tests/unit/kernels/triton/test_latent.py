@@ -24,7 +24,7 @@ def draw(*shape, dtype=torch.float32, device="cpu", seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @DTYPES
 @SIZES
 def test_products_are_right_and_rows_and_heads_do_not_depend_on_one_another(
@@ -114,7 +114,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @SHAPES
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("window", [0, 11])

@@ -29,7 +29,7 @@ def pool_on(device, num_slots, heads=2, key=5, value=11):
     return torch.randn(num_slots, heads, key, value, generator=generator).to(device)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @DTYPES
 @FORMS
 def test_outputs_and_states_are_those_of_the_formula(device, form, dtype):

@@ -54,7 +54,7 @@ class _Case:
         return [torch.cat([part, x[..., rotated:]], -1).to(x.dtype) for part, x in zip(parts, (q, k), strict=True)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",

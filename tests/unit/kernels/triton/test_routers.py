@@ -54,7 +54,7 @@ def twin(logits, top_k, rule, dtype, bias=None):
     return weights.gather(-1, order), experts.gather(-1, order), experts
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @DTYPES
 @BY_RULE
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (256, 8)])
@@ -111,7 +111,7 @@ def test_a_choice_is_the_same_bits_in_any_batch(device, rule):
         assert all(torch.equal(a, b[start : start + rows]) for a, b in zip(alone, together, strict=True))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @BY_RULE
 def test_given_experts_get_their_own_scores_and_choices_are_kept(device, rule):
     logits, bias = draw(4, 8, device=device), draw(8, device=device, seed=1)

@@ -69,7 +69,7 @@ def test_a_prefix_that_others_read_is_left_out(device):
     assert [item[5:] for item in items_of(work)] == [[2, 4], [0, 4]]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("programs", [1, 3, 16, 50])
 def test_shares_are_equal_and_cover_the_line_once(programs, device):
     ends = [2000, *np.random.default_rng(0).integers(1, 60, 9).tolist()]

@@ -37,12 +37,13 @@ ADMITTED = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("architecture", "overrides"), ADMITTED)
 def test_right_attention_passes(architecture, overrides):
     check(architecture, **overrides)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "fault"),
     [
@@ -150,6 +151,7 @@ class LateAttention(LlamaAttention):
         return super().forward(hidden_states * (1 + late), position_ids=position_ids, **kwargs)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [12, 1_000])
 def test_what_changes_with_positions_is_admitted(monkeypatch, length):
     monkeypatch.setattr(modeling_llama, "LlamaAttention", LateAttention)

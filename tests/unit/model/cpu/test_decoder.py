@@ -114,7 +114,7 @@ def assert_same_bits(module, geometry, rng, block_size):
     assert all(torch.equal(a, b) for a, b in zip(ours.kv.tensors(), theirs.kv.tensors(), strict=True))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_the_modules(name, dtype):
@@ -132,6 +132,7 @@ def test_norms_behind_are_computed_but_rotations_in_float32_are_not():
     assert reason == "its rotations have another dtype than its weights"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe of odd sizes"])
 def test_only_wanted_rows_go_through_the_end_of_the_last_layer(name):
     module, geometry = prepared(name.split()[0], **MODELS[name])
@@ -215,7 +216,7 @@ def test_no_rows_of_logits_may_be_wanted():
     assert paged(module, geometry, compiled=True).forward([SequenceChunk([5, 6], 0, [0])], []).shape == (0, 259)
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("write", ["in place", "as new data", "as a new parameter"])
 @pytest.mark.parametrize(
     "name",

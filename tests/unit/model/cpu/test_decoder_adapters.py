@@ -53,7 +53,7 @@ def computed(model, step, slots, rows=None):
     return model.forward_rows(step, rows, AdapterRows.of(slots, sizes)).take(slice(None))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @DTYPES
 @pytest.mark.parametrize("name", [name for name in MODELS if "window" not in name and name != "mistral"])
 def test_every_bit_is_that_of_the_modules(name, dtype):

@@ -118,7 +118,7 @@ def assert_same_states(ours, theirs):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors(), other.tensors(), strict=True))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @DTYPES
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in QUICK)]
@@ -137,6 +137,7 @@ def test_every_bit_is_that_of_the_modules(name, dtype):
     assert_same_states(ours, theirs)
 
 
+@pytest.mark.quick(1)
 @DTYPES
 def test_adapters_of_the_projections_change_the_same_bits(dtype):
     module, geometry = prepared("qwen3_next", dtype)

@@ -86,7 +86,7 @@ def test_gradients_are_those_of_transformers(cls, architecture):
         assert (mine - wanted).norm() <= 1e-6 * wanted.norm()
 
 
-@pytest.mark.quick(18)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("cls", "architecture"), FORMS)

@@ -84,7 +84,7 @@ def route(router, name, x):
     return weights.gather(-1, order), experts.gather(-1, order)
 
 
-@pytest.mark.quick(42)
+@pytest.mark.quick(17)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "fields"), ROUTERS)
 def test_they_choose_and_weight_as_transformers_does(name, fields, dtype):
@@ -99,7 +99,7 @@ def test_they_choose_and_weight_as_transformers_does(name, fields, dtype):
     torch.testing.assert_close(found[same], expected[same], rtol=10 * tolerance, atol=tolerance)
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "fields"), ROUTERS)
 def test_a_tokens_bits_are_its_own(name, fields, dtype):
@@ -114,6 +114,7 @@ def test_a_tokens_bits_are_its_own(name, fields, dtype):
                 assert all(torch.equal(a, b[start : start + height]) for a, b in zip(part, whole, strict=True))
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize(("name", "fields"), ROUTERS)
 def test_gradients_are_those_of_transformers(name, fields):
     found = []

@@ -44,7 +44,7 @@ def assert_sound(do, *order, **options):
     assert faults == []
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("order", [pytest.param("eager", marks=pytest.mark.slow), "lazy", "random"])
 @pytest.mark.parametrize("do", work.ALL)
 def test_our_code_waits_for_all_that_it_has_to(do, order):
@@ -170,7 +170,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("order", ["lazy", pytest.param("random", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name, order):

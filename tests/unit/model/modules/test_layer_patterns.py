@@ -50,6 +50,7 @@ def reasons(module):
     ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("architecture", FUSED)
 def test_architectures_that_compute_what_llama_does_are_recognised(architecture):
     assert reasons(build(architecture)) == [None] * 4

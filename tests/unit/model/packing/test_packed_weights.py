@@ -75,7 +75,7 @@ def equal(values, others):
     return values.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in values.items())
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @needs_compiler
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_steps_do_not_see_what_is_staged_or_packed_before_the_swap(kind, changes):
@@ -89,7 +89,7 @@ def test_steps_do_not_see_what_is_staged_or_packed_before_the_swap(kind, changes
     assert not torch.equal(served.logits(), before)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_after_an_update_the_module_is_the_one_with_those_weights(kind, changes, plan):
@@ -105,7 +105,7 @@ def test_after_an_update_the_module_is_the_one_with_those_weights(kind, changes,
         assert not torch.equal(served.logits(), before)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_bits_are_those_of_a_module_that_keeps_its_plain_weights(kind, changes, plan):
@@ -137,6 +137,7 @@ def test_an_update_called_off_leaves_every_bit(kind, changes, dtype):
         assert torch.equal(served.logits(), before) and equal(served.values(), values)
 
 
+@pytest.mark.quick(2)
 @needs_compiler
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_a_value_staged_after_packing_joins_those_before_it(kind, changes):
@@ -163,6 +164,7 @@ def test_a_parameter_that_exists_packed_alone_cannot_be_read():
             weight.sum().item()
 
 
+@pytest.mark.quick(2)
 @needs_compiler
 @pytest.mark.parametrize("kind,changes", KINDS)
 def test_parameters_can_be_made_readable_for_a_while(kind, changes):
@@ -300,7 +302,7 @@ def test_a_module_without_linears_has_nothing_to_pack():
     assert not packed.holds("weight")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @needs_compiler
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("kind,changes", KINDS)

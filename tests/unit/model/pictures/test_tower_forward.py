@@ -44,7 +44,7 @@ def checkpoint(request, tmp_path_factory):
     return request.param, tiny_vision_checkpoint(tmp_path_factory.mktemp("tower"), request.param)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_other_pictures_nor_threads_change_a_bit(checkpoint, dtype):
@@ -67,6 +67,7 @@ def test_neither_other_pictures_nor_threads_change_a_bit(checkpoint, dtype):
     assert encoder.num_encoded == 6
 
 
+@pytest.mark.quick(2)
 def test_features_and_gradients_are_transformers_own_up_to_rounding(checkpoint):
     family, directory = checkpoint
     theirs = tiny_vision_model(family)

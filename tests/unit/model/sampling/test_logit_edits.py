@@ -113,7 +113,7 @@ def draws(logits, params, *, of, num=40_000, processors=()):
     return np.bincount(found, minlength=VOCAB_SIZE)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("extra", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
 def test_draws_follow_the_edited_distribution(some_of, extra):
     params = SamplingParams(

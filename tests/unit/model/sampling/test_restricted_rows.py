@@ -115,6 +115,7 @@ def test_a_token_that_would_have_been_drawn_freely_stays_where_it_is_allowed(gra
     np.testing.assert_allclose(out.logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
 def test_no_log_prob_mode_changes_a_token_and_processed_ones_are_of_the_allowed(grammars, settings):
     logits, found = logits_of(200, 3.0), {}

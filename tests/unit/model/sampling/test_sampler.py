@@ -85,7 +85,7 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("vocab_size", "settings"), CONFIGURATIONS, ids=str)
 def test_draws_follow_the_exact_distribution(some_of, vocab_size, settings):
     row, num = _logits(1, vocab_size, seed=vocab_size, scale=1.5), some_of(NUM_DRAWS)
@@ -166,6 +166,7 @@ def _result(out, i, num_top):
     return out.token_ids[i], np.float32(out.logprobs[i]).tobytes(), kept or 0.0, top
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [259, 5003])
 def test_a_row_gives_the_same_bits_alone_and_in_any_company(vocab_size, dtype):

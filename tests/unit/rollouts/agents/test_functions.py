@@ -68,6 +68,7 @@ def test_a_function_without_a_reward_fails(agent, said, play_one):
     assert said in play_one(agent).outcome.error
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("limit", ["timeout", "episode_timeout"])
 def test_a_function_whose_time_is_up_loses_its_session(limit, play, gateway):
     has_lost = threading.Event()

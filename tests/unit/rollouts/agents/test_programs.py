@@ -67,6 +67,7 @@ def test_files_that_may_not_be_changed_are_removed_all_the_same(play_one):
     assert play_one(sh(f"mkdir -p a/b; touch a/b/c; chmod 500 a/b a; {PAYS}")).reward == 0.5
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "script, said",
     [

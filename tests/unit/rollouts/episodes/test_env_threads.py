@@ -131,6 +131,7 @@ class ForksAndAwaits(Forks):
         return super().step(action)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("factory", [Forks, ForksAndAwaits])
 def test_a_forked_child_that_leaves_step_ends_and_takes_no_other_call(run_env, factory):
     env = run_env(factory)

@@ -42,7 +42,7 @@ def played(monkeypatch):
     return run
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_of_a_family_is_made_and_its_row_goes_on(played, name, special):

@@ -52,7 +52,7 @@ def first_rows(batch):
     return [ids.index(episode) for episode in dict.fromkeys(ids)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("function", [advantages.grpo, advantages.rloo])
 def test_rows_of_an_episode_have_its_advantage_and_count_once(policy, layout, function):
@@ -70,6 +70,7 @@ def test_rows_of_an_episode_have_its_advantage_and_count_once(policy, layout, fu
     assert torch.equal(function(rewards, plain["group_id"], **given), of_episodes[number])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_parts_and_joined_batches_know_their_episodes(policy, layout):
     batch = branched(policy, layout=layout)

@@ -16,7 +16,7 @@ def draw(generator):
     return generator.integers(0, 2, count) * 1.0 if kind == 1 else generator.integers(0, 9, count) / 8.0
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_thousand_random_intervals_are_scipys(seed):
     generator = np.random.default_rng(seed)
@@ -33,7 +33,7 @@ def test_a_thousand_random_intervals_are_scipys(seed):
         assert (estimate.low, estimate.high) == pytest.approx((found.low, found.high), abs=1e-12)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_thousand_random_p_values_are_scipys(seed):
     generator = np.random.default_rng(100 + seed)

@@ -49,7 +49,7 @@ def both_ways(form, codec, token_ids, **arguments):
     return whole
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_tags_and_words_are_read_alike_whole_and_in_pieces(name):
     rng = random.Random(name)
@@ -146,7 +146,7 @@ def test_ten_thousand_tags_end_soon(name, kind):
         assert not found.calls and len(found.broken) <= 65
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_of_single_tokens_is_linear_enough(name):
     codec = codec_with(tags_of(name))
@@ -234,6 +234,7 @@ def test_other_python_is_a_broken_call(code):
 TEXT_FORMS = {"hermes": "think", "llama3": "think", "xml": "think", "glm": "think", "seed": "seed"}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", TEXT_FORMS)
 def test_forms_that_are_read_in_text_have_the_same_calls_as_ever(name):
     rng, codec = random.Random(name), codec_with([])

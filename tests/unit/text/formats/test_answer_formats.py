@@ -16,7 +16,7 @@ BY_TOKENS = [each for each in WHOLE if each[0] in FAMILIES and each[0] != "pytho
 NAMES = [f"{name}-{number}" for number, (name, *_) in enumerate(WHOLE)]
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(18)
 @pytest.mark.parametrize("kind", ["tokens", "special", "text"])
 @pytest.mark.parametrize("name, prompt, answer, parts", WHOLE, ids=NAMES)
 def test_an_answer_is_divided(name, prompt, answer, parts, kind):

@@ -21,6 +21,7 @@ def codec_of(name, template, *, special=False):
     return codec
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turns_can_be_continued_or_not_with_the_reason(name, special):
