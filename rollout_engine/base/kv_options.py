@@ -15,9 +15,11 @@ def check_kv_connector(config: Any) -> None:
             )
         return
     found = {"enable_prefix_caching=False": (not config.enable_prefix_caching, "nothing is looked up")}
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
         size = getattr(config, name)
-        found[f"{name}={size}"] = (size > 1, "KV of a model that is divided is not saved or loaded")
+        found[f"{name}={size}"] = (size > 1, "KV of stages, and of engines that divide experts, is not saved or loaded")
+    is_far = config.tensor_parallel_size > 1 and (config.device == "cuda" or config.executor == "ray")
+    found["tensor_parallel_size"] = (is_far, "KV of ranks is saved and loaded on CPUs of one machine alone")
     for other, (is_set, reason) in found.items():
         if is_set:
             mine = f"kv_connector={config.kv_connector!r}"

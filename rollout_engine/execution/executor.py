@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import nn
 
@@ -45,15 +45,21 @@ class InlineExecutor:
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
+        return cls._load(config, lambda: (Worker(config),))
+
+    @classmethod
+    def _load(cls, config: EngineConfig, load: Callable[[], tuple[Any, ...]]) -> Self:
+        """The executor of a worker, which `load` returns first, with the KV connector that `config` names."""
         connector = make_kv_connector(config)
         try:
-            worker = Worker(config)
+            worker, *others = load()
         except BaseException:
             if connector is not None:
                 connector.close()
             raise
         executor = cls(
             worker,
+            *others,
             async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead,
             profiler=Profiler(config.profiler_dir),
         )
@@ -210,7 +216,7 @@ class InlineExecutor:
 
     def save_kv(self, saves: list[KVSave]) -> None:
         self._wait_until_idle()
-        self.worker.runner.save_kv(saves)
+        self.worker.save_kv(saves)
 
     @property
     def live_digest(self) -> str | None:

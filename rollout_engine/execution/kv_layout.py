@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -11,14 +12,30 @@ from rollout_engine.execution.made_with import arithmetic_of
 from rollout_engine.kernels.cpu.build import describe_kernels
 from rollout_engine.kv.connector import KVLayout
 from rollout_engine.model.backend import Backend
-from rollout_engine.model.sequences.kv_transfer import KVTransfer
 
 _OF_FILES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "_commit_hash")
 """Entries of a configuration about its origin."""
 
 
+class Transfer(Protocol):
+    """Whole blocks as they are moved: by one process, or by all ranks of a model that is cut."""
+
+    block_bytes: int
+    """Bytes of a block."""
+    state_bytes: int
+    """Bytes of a slot of states; 0 if there are none."""
+
+    def describe_dtypes(self) -> str:
+        """Dtypes of a block's rows."""
+        ...
+
+    def describe_shapes(self) -> str:
+        """Shapes and dtypes of a block's and a slot's rows, in order."""
+        ...
+
+
 def describe_layout(
-    config: EngineConfig, model: PretrainedConfig, backend: Backend, transfer: KVTransfer, device: torch.device
+    config: EngineConfig, model: PretrainedConfig, backend: Backend, transfer: Transfer, device: torch.device
 ) -> KVLayout:
     """The layout of a loaded model's blocks. Engines of equal layouts and weights have equal KV."""
     settings = {
@@ -30,7 +47,7 @@ def describe_layout(
         settings["kernels"] = describe_kernels()
     return KVLayout(
         model=f"{type(model).__name__} {_digest_of(model)}",
-        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in transfer.block_tensors()})),
+        dtype=transfer.describe_dtypes(),
         block_size=config.tokens_per_block,
         block_bytes=transfer.block_bytes,
         state_bytes=transfer.state_bytes,

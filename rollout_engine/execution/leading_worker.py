@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, LifecycleError
+from rollout_engine.base.messages import KVSave
+from rollout_engine.execution.kv_layout import Transfer
 from rollout_engine.execution.rank_parts import RankParts
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.resident_weights import ResidentWeights
+from rollout_engine.execution.team_transfer import TeamTransfer
 from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.execution.worker import Worker
 from rollout_engine.model.backend import Backend
@@ -69,6 +72,13 @@ class LeadingWorker(Worker):
         own = partial(write_shard, directory, 0, num_ranks, self._own.metadata(), live, files)
         found = self._team.ask("write_shard", own, directory=str(directory), **files._asdict())
         return msgspec.convert(found, list[list[TensorSpec]])
+
+    def _open_transfer(self, save: Callable[[bytes, memoryview], None]) -> Transfer:
+        self._transfer = TeamTransfer(self._team, self.runner.open_transfer(save), save)
+        return self._transfer
+
+    def save_kv(self, saves: list[KVSave]) -> None:
+        self._transfer.save(saves)
 
     def reset_encoder_cache(self) -> None:
         self._team.ask("reset_encoder_cache", super().reset_encoder_cache)

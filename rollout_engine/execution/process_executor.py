@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from rollout_engine.base.class_names import function_name
@@ -66,27 +67,7 @@ class ProcessExecutor(InlineExecutor):
     @classmethod
     def from_config(cls, config: EngineConfig) -> "ProcessExecutor":
         """Load the model, each rank its part. Raises `ConfigError` if it cannot be served, or not on these ranks."""
-        device = device_of(config)
-        launcher = _launcher_of(config, device)
-        try:
-            exchange = exchange_of(device, launcher.meeting, launcher.rendezvous)
-        except BaseException:
-            launcher.close()
-            raise
-        own, splits_sums = Joined.of(device.torch_device), device.splits_sums(config)
-        team = RankTeam(config, launcher, exchange, own, runs_ahead=not device.is_host, splits_sums=splits_sums)
-        try:
-            with _name_broken_rank(team):
-                worker = LeadingWorker(config, team)
-        except BaseException:
-            team.shutdown()
-            raise
-        return cls(
-            worker,
-            team,
-            async_scheduling=config.schedules_ahead and not worker.backend.runs_ahead,
-            profiler=Profiler(config.profiler_dir),
-        )
+        return cls._load(config, partial(_load_ranks, config))
 
     def watch(self, on_death: Callable[[str], object]) -> None:
         """Call `on_death`, on another thread, with the reason when a rank ends or fails."""
@@ -171,7 +152,29 @@ class ProcessExecutor(InlineExecutor):
 
     def _execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
         with _name_broken_rank(self._team):
+            if work.kv_saves:  # before the other ranks begin the step, which they could not leave to answer
+                self.worker.save_kv(work.kv_saves)
+                work = msgspec.structs.replace(work, kv_saves=[])
             return super()._execute(work)
+
+
+def _load_ranks(config: EngineConfig) -> tuple[LeadingWorker, RankTeam]:
+    """The worker of rank 0, once every rank has loaded its part, and its team."""
+    device = device_of(config)
+    launcher = _launcher_of(config, device)
+    try:
+        exchange = exchange_of(device, launcher.meeting, launcher.rendezvous)
+    except BaseException:
+        launcher.close()
+        raise
+    own, splits_sums = Joined.of(device.torch_device), device.splits_sums(config)
+    team = RankTeam(config, launcher, exchange, own, runs_ahead=not device.is_host, splits_sums=splits_sums)
+    try:
+        with _name_broken_rank(team):
+            return LeadingWorker(config, team), team
+    except BaseException:
+        team.shutdown()
+        raise
 
 
 def _launcher_of(config: EngineConfig, device: Device) -> RankLauncher:

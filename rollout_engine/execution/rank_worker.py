@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout_engine.base.errors import LifecycleError
-from rollout_engine.base.messages import SchedulerOutput
+from rollout_engine.base.messages import KVSave, SchedulerOutput
 from rollout_engine.base.picture_cache import ReceivedPictures
 from rollout_engine.base.pictures import Picture, SharedPictures
 from rollout_engine.base.structs import arguments_struct
@@ -43,6 +43,7 @@ from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.loading.sharded_state import write_shard
 from rollout_engine.model.ranks.part import Region
 from rollout_engine.model.ranks.seat import Seat
+from rollout_engine.model.sequences.kv_transfer import KVTransfer
 from sync.manifest import TensorSpec
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -72,6 +73,8 @@ class RankWorker:
         self._scores: dict[int, Iterator[dict[int, TokenScores]]] = {}
         """Scores of rank 0 that have begun, by number."""
         self._pictures = ReceivedPictures(config.mm_cache_bytes)
+        self._transfer: KVTransfer
+        """Moves this rank's parts of KV blocks, if the engine has a KV connector."""
         self._parts = RankParts(self._held, loaded.cut.parts, seat.team.window)
         self.module, self.vocab_size = loaded.module, loaded.vocab_size
         self.max_model_len = cap_model_len(config, loaded.max_model_len, backend.num_blocks)
@@ -212,6 +215,22 @@ class RankWorker:
     def reset_encoder_cache(self) -> None:
         """Forget the vision tower's outputs. No step may be running on the host."""
         self._backend.reset_encoder_cache()
+
+    @_called
+    def open_transfer(self) -> list[Any]:
+        """Take part in moves of KV from now on; returns the sizes of a block's and a slot's parts, and their shapes."""
+        transfer = self._transfer = self._backend.runner.open_transfer(lambda key, data: None)
+        return [transfer.block_bytes, transfer.state_bytes, transfer.describe_shapes()]
+
+    @_called
+    def place_transfer(self, block_start: int, state_start: int) -> None:
+        """Take the first bytes of this rank's parts in whole blocks and slots."""
+        self._transfer.block_start, self._transfer.state_start = block_start, state_start
+
+    @_called
+    def read_kv(self, saves: list[KVSave]) -> list[bytes]:
+        """This rank's parts of blocks and slots, in order."""
+        return self._transfer.read(saves)
 
     @_called
     def release_kv(self) -> None:

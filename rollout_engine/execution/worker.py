@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import DirtyWeightsError, RPCError, error_text
+from rollout_engine.base.messages import KVSave
 from rollout_engine.base.user_code import UserCode
 from rollout_engine.execution.draft_worker import DraftWorker, load_draft
 from rollout_engine.execution.extensions import Extensions, ExtensionTable
-from rollout_engine.execution.kv_layout import describe_layout
+from rollout_engine.execution.kv_layout import Transfer, describe_layout
 from rollout_engine.execution.kv_link import KVLink
 from rollout_engine.execution.made_with import made_with
 from rollout_engine.execution.model_info import ModelInfo
@@ -178,12 +179,20 @@ class Worker:
     def open_link(self, connector: KVConnector) -> KVLink:
         """Open a KV connector over the model's pools. Call it before the first step. Raises `ConfigError`."""
         link: KVLink
-        transfer = self.runner.open_transfer(lambda key, data: link.save(key, data))
+        transfer = self._open_transfer(lambda key, data: link.save(key, data))
         layout = describe_layout(self._config, self.module.config, self.backend, transfer, self._device)
         link = KVLink(connector, str(self._config.kv_connector), layout, self._config.kv_connector_bytes)
         self.info = msgspec.structs.replace(self.info, kv_handshake=link.handshake)
         self.updater.live_digest.keep()
         return link
+
+    def _open_transfer(self, save: Callable[[bytes, memoryview], None]) -> Transfer:
+        transfer: Transfer = self.runner.open_transfer(save)
+        return transfer
+
+    def save_kv(self, saves: list[KVSave]) -> None:
+        """Hand blocks of KV and states on, between two steps."""
+        self.runner.save_kv(saves)
 
     def release_kv(self) -> None:
         """Give the memory of all KV back to the system."""

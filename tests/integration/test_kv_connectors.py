@@ -251,7 +251,8 @@ def test_a_connector_that_does_not_open_fails_the_start(checkpoint):
     "options",
     [
         {"kv_connector": "host", "enable_prefix_caching": False},
-        {"kv_connector": "host", "tensor_parallel_size": 2},
+        {"kv_connector": "host", "pipeline_parallel_size": 2},
+        {"kv_connector": "host", "tensor_parallel_size": 2, "executor": "ray"},
         {"kv_connector_bytes": 1 << 20},
     ],
 )

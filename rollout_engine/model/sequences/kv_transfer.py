@@ -1,7 +1,7 @@
 """Moves whole KV blocks, and slots of states, between the pools of a model and the host's memory.
 
 The bytes of a block are those of its row in every tensor of the pool, in their order; those of a slot likewise. Many
-blocks move in one gather or scatter per tensor.
+blocks move in one gather or scatter per tensor. If a model is cut over ranks, each moves its part of a block.
 """
 
 import logging
@@ -46,6 +46,8 @@ class KVTransfer:
     def __init__(self, pools: Pools, save: Callable[[bytes, memoryview], None]) -> None:
         self._pools, self._save = pools, save
         self.block_bytes, self.state_bytes = _row_bytes(self.block_tensors()), _row_bytes(self._state_tensors())
+        self.block_start = self.state_start = 0
+        """First byte of this rank's part of a whole block, and of a whole slot, as they are loaded."""
 
     def block_tensors(self) -> list[Tensor]:
         """The tensors that blocks are rows of."""
@@ -56,11 +58,18 @@ class KVTransfer:
         tensors = [*self.block_tensors(), *self._state_tensors()]
         return " ".join(f"{'x'.join(map(str, each.shape[1:]))}:{each.dtype}" for each in tensors)
 
-    def begin_saves(self, saves: Sequence[KVSave]) -> Callable[[], None]:
+    def describe_dtypes(self) -> str:
+        """Dtypes of a block's rows, as text."""
+        return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self.block_tensors()}))
+
+    def begin_saves(
+        self, saves: Sequence[KVSave], save: Callable[[bytes, memoryview], None] | None = None
+    ) -> Callable[[], None]:
         """Read blocks and slots before anything later writes them; returns a function that waits and hands them on.
 
-        Those for which the device has no memory are not saved.
+        Those for which the device has no memory are not saved. `save`: takes them in place of the usual function.
         """
+        take = save or self._save
         parts: list[tuple[list[KVSave], _Reading]] = []
         try:
             for part in self._parts(saves):
@@ -71,8 +80,8 @@ class KVTransfer:
 
         def finish() -> None:
             for part, reading in parts:
-                for save, row in zip(part, reading.rows(), strict=True):
-                    self._save(save.key, memoryview(row))
+                for each, row in zip(part, reading.rows(), strict=True):
+                    take(each.key, memoryview(row))
 
         return finish
 
@@ -81,11 +90,21 @@ class KVTransfer:
         for part in self._parts(saves):
             self.begin_saves(part)()
 
+    def read(self, saves: Sequence[KVSave]) -> list[bytes]:
+        """The bytes of blocks and slots, in order; b"" for those for which the device has no memory."""
+        found: dict[bytes, bytes] = {}
+        for part in self._parts(saves):
+            self.begin_saves(part, lambda key, data: found.update({key: bytes(data)}))()
+        return [found.get(save.key, b"") for save in saves]
+
     def load(self, loads: Sequence[KVLoad]) -> None:
         """Fill blocks and slots."""
         for part in self._parts(loads):
-            tensors = self._state_tensors() if part[0].is_state else self.block_tensors()
-            self._write(tensors, [load.place for load in part], [load.data for load in part])
+            is_state = part[0].is_state
+            tensors = self._state_tensors() if is_state else self.block_tensors()
+            count, start = (self.state_bytes, self.state_start) if is_state else (self.block_bytes, self.block_start)
+            rows = [np.frombuffer(load.data, np.uint8, count, start) for load in part]
+            self._write(tensors, [load.place for load in part], rows)
 
     def _read(self, saves: Sequence[KVSave]) -> Tensor:
         """uint8 [n, bytes] on the pool's device."""
@@ -94,11 +113,11 @@ class KVTransfer:
         rows = [tensor.index_select(0, places).reshape(len(saves), -1).view(torch.uint8) for tensor in tensors]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
-    def _write(self, tensors: list[Tensor], places: list[int], data: list[memoryview]) -> None:
+    def _write(self, tensors: list[Tensor], places: list[int], data: list[np.ndarray]) -> None:
         device = tensors[0].device
         host = torch.empty(len(places), data[0].nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for row, each in zip(host.numpy(), data, strict=True):
-            row[:] = np.frombuffer(each, np.uint8)
+            row[:] = each
         sent = host.to(device, non_blocking=True)  # the allocator of pinned memory keeps it until the copy is made
         indices, start = torch.tensor(places, dtype=torch.int64, device=device), 0
         for tensor in tensors:

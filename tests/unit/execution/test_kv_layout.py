@@ -9,7 +9,7 @@ from rollout_engine import EngineConfig
 from rollout_engine.execution import kv_layout, made_with
 
 TRANSFER = SimpleNamespace(
-    block_tensors=lambda: [torch.zeros(1)], block_bytes=4, state_bytes=0, describe_shapes=lambda: "1:torch.float32"
+    block_bytes=4, state_bytes=0, describe_dtypes=lambda: "float32", describe_shapes=lambda: "1:torch.float32"
 )
 
 
