@@ -10,6 +10,7 @@ or not at all, because an update is torn. At the end one process scores all that
 import os
 import random
 import signal
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -38,7 +39,7 @@ CASES = {
     "three engines": ("mixtral", dict(data_parallel_size=3), {}),
     "stages of ranks": ("qwen3_moe", dict(pipeline_parallel_size=2, tensor_parallel_size=2), dict(num_hidden_layers=3)),
 }
-NUM_STEPS = 120
+NUM_STEPS, MOST_SECONDS = 120, 300.0
 
 
 class Fails:
@@ -96,10 +97,11 @@ class Life:
             if self.held is not None and self.rng.random() < 0.3:
                 self.have(self.go_on)
             self.step()
-        while self.held is not None:
-            self.have(self.go_on)
-            self.step()
-        while self.engine.has_unfinished_requests():
+        end = time.monotonic() + MOST_SECONDS
+        while self.held is not None or self.engine.has_unfinished_requests():
+            assert time.monotonic() < end, f"{self.prompts.keys() - self.ends.keys()} have not ended"
+            if self.held is not None:
+                self.have(self.go_on)
             self.step()
         if self.is_here:
             assert_clean(self.engine)
