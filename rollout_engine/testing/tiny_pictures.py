@@ -207,6 +207,23 @@ FAMILIES: dict[str, Family] = {
         config=dict(image_seq_length=16, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]]),
         options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
     ),
+    "aya_vision": Family(
+        text=TINY_SIZES
+        | dict(model_type="cohere2", sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
+        vision=_VISION | dict(model_type="siglip_vision_model", image_size=16, vision_use_head=False),
+        images=dict(
+            image_processor_type="GotOcr2ImageProcessor",
+            size=dict(height=16, width=16),
+            crop_to_patches=True,
+            min_patches=1,
+            max_patches=4,
+        ),
+        processor="AyaVisionProcessor",
+        tokens=dict(image="<|IMG_PATCH|>"),
+        picture="<image>",
+        options=dict(patch_size=4, img_size=16, downsample_factor=2),
+        others=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+    ),
     "idefics3": _idefics("Idefics3"),
     "smolvlm": _idefics("SmolVLM"),
     "kimi_k25": Family(

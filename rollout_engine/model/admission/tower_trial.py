@@ -31,6 +31,7 @@ from rollout_engine.model.admission.self_check import (
     thin_config,
     without_advice,
 )
+from rollout_engine.model.admission.unused_scales import without_unused_scales
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
@@ -134,7 +135,7 @@ class _Twins(NamedTuple):
 
 
 def _make_twins(config: PretrainedConfig, *, is_small: bool) -> _Twins:
-    text_config = text_config_of(config)
+    text_config = without_unused_scales(config, text_config_of(config))
     text_config = thin_config(shorten_config(text_config, _kept_layers(text_config)))
     text = construct(text_config, dtype=torch.float32, attention=ATTENTION_NAME)
     spread_weights(text)
