@@ -348,7 +348,7 @@ def tiny_vision_checkpoint(directory: str | Path, family: str = "qwen3_vl", **kw
 
 
 def name_as_published(file: Path) -> None:
-    """Rename tensors of a kimi_k25: transformers 5.23 saves as "blocks" what is published as "layers"."""
+    """Rename tensors of a kimi_k25: transformers 5.23 saves the "layers" of published ones as "blocks"."""
     before, after = (f"language_model.model.{name}" for name in ("blocks", "layers"))
     tensors = {name.replace(before, after): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})

@@ -19,7 +19,7 @@ _USUAL: dict[str, Any] = {
     "merge_size": 2,
     "max_patches": 16384,
 }
-"""Settings by transformers' names, and what its class has if a file does not say."""
+"""Settings by transformers' names, with the values of its class for those that a file lacks."""
 _PUBLISHED = {"merge_size": "merge_kernel_size", "max_patches": "in_patch_limit", "max_side": "patch_limit_on_one_side"}
 """The names that published files have for them, below "media_proc_cfg"."""
 _MAX_SIDE = 512

@@ -55,7 +55,7 @@ def keep_scales(source: PretrainedConfig, target: Any) -> None:
 
 @torch.no_grad()
 def _uses_scales(whole: PretrainedConfig, text: PretrainedConfig) -> bool:
-    """Whether a small composite has the logits of its text model, or fails, which the gate will say."""
+    """Whether a small composite has the logits of its text model, or fails, which the gate reports."""
     try:
         with one_thread():
             small = thin_config(shorten_config(text, list(range(min(_LAYERS, text.num_hidden_layers)))))
