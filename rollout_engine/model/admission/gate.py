@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.admission.self_check import check_numerics
-from rollout_engine.model.admission.unused_scales import without_unused_scales
+from rollout_engine.model.admission.unused_scales import warn_of_unused_scales, without_unused_scales
 from rollout_engine.model.modules.composites import (
     PartNames,
     adopt_conversions,
@@ -56,7 +56,9 @@ def text_config_to_serve(config: PretrainedConfig, head: str | None = None) -> P
             _check_static(text_config, is_part=True)
             if head is not None:
                 raise Refusal("it classifies, and of a composite only a causal text model is served")
-            return without_unused_scales(config, text_config)
+            served = without_unused_scales(config, text_config)
+            warn_of_unused_scales(config, text_config, served)
+            return served
         return text_config
     except Refusal as reason:
         raise _word_refusal(config, reason) from None

@@ -37,13 +37,19 @@ def without_unused_scales(whole: PretrainedConfig, text: PretrainedConfig) -> Pr
     plain = copy.deepcopy(text)
     for name in given:
         setattr(plain, name, 1.0)
-    shown = ", ".join(f"{name}={getattr(text, name)}" for name in given)
-    logger.warning(
-        "The text model has %s, which %s of transformers leaves out: the engine does as well, so "
-        "that it samples from what trainers compute.",
-        *(shown, (whole.architectures or [type(whole).__name__])[0]),
-    )
     return plain
+
+
+def warn_of_unused_scales(whole: PretrainedConfig, text: PretrainedConfig, served: PretrainedConfig) -> None:
+    """Log the scales of `text` that `served`, as `without_unused_scales` gives it, has no more."""
+    names = [name for name in _SCALES if getattr(text, name, None) != getattr(served, name, None)]
+    if names:
+        logger.warning(
+            "The text model has %s, which %s of transformers leaves out: so does the engine, which samples from the "
+            "distribution that trainers compute.",
+            ", ".join(f"{name}={getattr(text, name)}" for name in names),
+            (whole.architectures or [type(whole).__name__])[0],
+        )
 
 
 def keep_scales(source: PretrainedConfig, target: Any) -> None:

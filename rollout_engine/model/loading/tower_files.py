@@ -8,12 +8,12 @@ A tensor may have the rows of several weights, in some order.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -23,10 +23,11 @@ from transformers.core_model_loading import (
 )
 
 from rollout_engine.model.loading.weight_table import WeightTable
-from rollout_engine.model.modules.composites import PICTURES
+from rollout_engine.model.modules.composites import PICTURES, build_whole, remove_text
 from sync.checkpoint_names import CheckpointNames
 from sync.quantised.reader import CheckpointTensor
 from sync.quantised.tensors import DequantisedTensor, Recipe
+from sync.source import SourcePair
 from sync.stored_tensor import StoredTensor
 
 
@@ -46,6 +47,25 @@ def with_tower_names(
         own = names.own(entry.name, table.views)
         (text if own in table.views and not own.startswith(f"{PICTURES}.") else others).append(entry)
     return [*text, *_rename_all(others, tower)]
+
+
+def with_module_names(pairs: list[SourcePair], config: PretrainedConfig) -> list[SourcePair]:
+    """Pairs of a directory, in which tensors of several weights of a tower are divided, for an update.
+
+    `config`: of the directory. Raises `Refusal` if transformers cannot build its composite.
+    """
+    if not _divides(get_checkpoint_conversion_mapping(config.model_type) or ()):
+        return pairs
+    tower = build_whole(config)
+    remove_text(tower)
+    stored = [each for _, each in pairs if isinstance(each, StoredTensor | DequantisedTensor)]
+    renamed = [(each.name, each) for each in _rename_all(stored, tower)]
+    return [*(pair for pair in pairs if not isinstance(pair[1], StoredTensor | DequantisedTensor)), *renamed]
+
+
+def _divides(conversions: Iterable[object]) -> bool:
+    """Whether a tensor of a file may be several weights."""
+    return any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in conversions)
 
 
 def _rename_all(entries: list[CheckpointTensor], tower: PreTrainedModel) -> Iterator[CheckpointTensor]:
@@ -70,8 +90,7 @@ def divided_rows(tower: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
 
     Transformers writes numbers of rows in the place of weights.
     """
-    conversions = get_model_conversion_mapping(tower)
-    if not any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in conversions):
+    if not _divides(get_model_conversion_mapping(tower)):
         return {}
     numbers, ranges, first = {}, {}, 0
     for name, weight in tower.state_dict().items():

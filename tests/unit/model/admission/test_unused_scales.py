@@ -3,7 +3,7 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
-from rollout_engine import exact
+from rollout_engine import LLM, exact
 from rollout_engine.model.admission.gate import text_config_to_serve
 from rollout_engine.testing import tiny_config
 from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_config
@@ -27,6 +27,14 @@ def test_so_is_granite_in_llava_next():
 def test_other_configurations_are_served_as_they_are(make):
     config = make()
     assert text_config_to_serve(config) is config.get_text_config()
+
+
+@pytest.mark.slow
+def test_a_directory_with_the_scale_updates_an_engine_without_it(tmp_path):
+    path = tiny_vision_checkpoint(tmp_path, "aya_vision")
+    with LLM(path, dtype="float32", num_kv_blocks=32, max_model_len=128, log_stats=False) as llm:
+        llm.update_weights(path)
+        assert llm.policy_version == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout_engine import ConfigError, exact
+from rollout_engine import LLM, ConfigError, exact
 from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
 
 pytestmark = pytest.mark.slow
@@ -30,6 +30,15 @@ def test_published_weights_are_read_as_transformers_reads_them(published):
     wanted = tiny_vision_model("kimi_k25").state_dict()
     found = exact.load(published, dtype="float32").state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_directory_updates_the_tower(published, tmp_path):
+    with LLM(published, dtype="float32", num_kv_blocks=32, max_model_len=128, log_stats=False) as llm:
+        (before,) = llm.collective_rpc("get_weight_digest")
+        llm.update_weights(tiny_vision_model("kimi_k25", seed=1))
+        assert llm.collective_rpc("get_weight_digest") != [before]
+        llm.update_weights(published)
+        assert llm.collective_rpc("get_weight_digest") == [before]
 
 
 def test_a_tensor_that_is_missing_or_of_another_size_is_named(published):
