@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 from tensordict import NonTensorStack, TensorDict
-from transformers import AutoImageProcessor
 
 from rollout_engine import exact
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.testing.tiny_pictures import random_picture
+from rollout_engine.text.picture_processor import read_image_processor
 
 
 class Drawn(NamedTuple):
@@ -26,7 +26,7 @@ class PictureSource:
     """
 
     def __init__(self, directory, composite):
-        self._processor = directory and AutoImageProcessor.from_pretrained(directory, backend="pil")
+        self._processor = directory and read_image_processor(directory)
         self.composite = composite
         self._names = inspect.signature(composite.get_image_features).parameters
         self.token = composite.config.image_token_id
@@ -97,5 +97,7 @@ def plain_logits(model, batch):
     given, names = exact.inputs(batch), inspect.signature(model.forward).parameters
     types = given.pop("mm_token_type_ids", None)
     given |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in names and types is not None}
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)  # most towers do so themselves
     mask = batch["masks", "all_attention_mask"].long()
     return model(input_ids=batch["tokens", "full"], attention_mask=mask, use_cache=False, **given).logits

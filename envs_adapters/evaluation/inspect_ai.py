@@ -4,9 +4,10 @@
     get_model("rollout_engine/live", policy=policy)
 
 Model arguments are fields of `EngineConfig`; or `policy=`, an engine that exists. As many samples are in flight at once
-as Inspect's `max_connections`. Tools, images and settings that the engine would ignore are refused: the HTTP
-server with Inspect's own OpenAI provider serves tools. A conversation that does not fit into the model's context ends
-with the stop reason "model_length", as with Inspect's own providers.
+as Inspect's `max_connections`. Images are served by models that take pictures: data URLs and paths of files. Tools and
+settings that the engine would ignore are refused: the HTTP server with Inspect's own OpenAI provider serves tools. A
+conversation that does not fit into the model's context ends with the stop reason "model_length", as with Inspect's own
+providers.
 """
 
 from typing import Any
@@ -70,8 +71,8 @@ class RolloutEngineAPI(ModelAPI):  # type: ignore[misc]
     ) -> ModelOutput:
         """Answer a conversation.
 
-        Raises `RequestError` for tools, parts other than text and settings that the engine does not have, and
-        `EngineGenerateError` for a request that failed.
+        Raises `RequestError` for tools, parts other than text and images, images that are refused and settings that the
+        engine does not have, and `EngineGenerateError` for a request that failed.
         """
         if tools:
             raise _refusal_of_tools([tool.name for tool in tools])
@@ -134,17 +135,25 @@ class RolloutEngineAPI(ModelAPI):  # type: ignore[misc]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates take it. Raises `RequestError` for content that is not text."""
+    """A message as chat templates take it. Raises `RequestError` for content that is neither text nor an image."""
     calls = getattr(message, "tool_calls", None)
     if calls or message.role == "tool":
         raise _refusal_of_tools([call.function for call in calls or []] or [message.role])
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
-    for part in message.content:
-        if part.type != "text":
-            hint = "Images and other parts are served by no model of this provider."
-            raise RequestError.for_field(f"content of the {message.role} message", part.type, "text alone", hint)
-    return {"role": message.role, "content": [{"type": "text", "text": part.text} for part in message.content]}
+    return {"role": message.role, "content": [_part(part, message.role) for part in message.content]}
+
+
+def _part(part: Any, role: str) -> dict[str, Any]:
+    if part.type == "text":
+        return {"type": "text", "text": part.text}
+    if part.type != "image":
+        hint = "Other parts are served by no model of this provider."
+        raise RequestError.for_field(f"content of the {role} message", part.type, "text and images", hint)
+    if part.detail != "auto":
+        hint = "The checkpoint's files set how images are processed."
+        raise RequestError.for_field("detail of an image", part.detail, "'auto'", hint)
+    return {"type": "image", "image": part.image}
 
 
 def _refusal_of_tools(names: list[str]) -> RequestError:

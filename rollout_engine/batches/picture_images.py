@@ -52,6 +52,8 @@ def _pixels(picture: Picture, num_features: int | None) -> np.ndarray | None:
     if values.ndim == 2 and grid is not None and grid.shape == (1, 3):
         frames, rows, columns = map(int, grid[0])
         return _join_patches(values, frames, rows, columns, num_features)
+    if values.ndim == 4 and grid is not None and grid.shape == (1, 3):
+        return _join_squares(values, *map(int, grid[0, 1:]))
     if places is not None and places.shape == (1, *values.shape[1:2], 2) and values.ndim == 3:
         return _place_patches(values[0], places[0])
     if values.ndim > 3:
@@ -80,6 +82,15 @@ def _join_patches(
             first = values.reshape(blocks)[0, :, :, :, :, :, 0]
             return first.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, _COLOURS)
     return None
+
+
+def _join_squares(values: np.ndarray, rows: int, columns: int) -> np.ndarray | None:
+    """Put patches [rows * columns, C, side, side] of Kimi's processor together."""
+    if len(values) != rows * columns or values.shape[1] != _COLOURS:
+        return None
+    height, width = (number * side for number, side in zip((rows, columns), values.shape[2:], strict=True))
+    squares = values.reshape(rows, columns, *values.shape[1:])
+    return squares.transpose(0, 3, 1, 4, 2).reshape(height, width, _COLOURS)
 
 
 def _place_patches(values: np.ndarray, places: np.ndarray) -> np.ndarray | None:

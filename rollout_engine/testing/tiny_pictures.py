@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageTextToText,
+    BaseImageProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from rollout_engine.base.errors import ConfigError, unknown_name
 from rollout_engine.testing.models import TINY_SIZES, byte_tokenizer
+from rollout_engine.text.picture_processor import read_image_processor
 
 _VISION: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=2, patch_size=4
@@ -205,8 +207,38 @@ FAMILIES: dict[str, Family] = {
         config=dict(image_seq_length=16, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]]),
         options=dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
     ),
+    "aya_vision": Family(
+        text=TINY_SIZES
+        | dict(model_type="cohere2", sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
+        vision=_VISION | dict(model_type="siglip_vision_model", image_size=16, vision_use_head=False),
+        images=dict(
+            image_processor_type="GotOcr2ImageProcessor",
+            size=dict(height=16, width=16),
+            crop_to_patches=True,
+            min_patches=1,
+            max_patches=4,
+        ),
+        processor="AyaVisionProcessor",
+        tokens=dict(image="<|IMG_PATCH|>"),
+        picture="<image>",
+        options=dict(patch_size=4, img_size=16, downsample_factor=2),
+        others=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+    ),
     "idefics3": _idefics("Idefics3"),
     "smolvlm": _idefics("SmolVLM"),
+    "kimi_k25": Family(
+        text=TINY_SIZES
+        | dict(model_type="deepseek_v3", num_attention_heads=4, num_key_value_heads=4, head_dim=8, qk_rope_head_dim=8)
+        | dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, v_head_dim=12, first_k_dense_replace=1)
+        | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, n_group=1, topk_group=1),
+        vision=_VISION | dict(pos_emb_height=6, pos_emb_width=6),
+        images=dict(image_processor_type="Kimi_K25ImageProcessor", patch_size=4, max_patches=100),
+        processor="Kimi_K25Processor",
+        tokens=dict(image="<|media_pad|>", video="<|video_pad|>"),
+        picture="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        config=dict(projection_hidden_size=32),
+        others=("<|media_begin|>", "<|media_content|>", "<|media_end|>"),
+    ),
     "internvl": Family(
         text=TINY_SIZES | dict(model_type="qwen2"),
         vision=_VISION | dict(image_size=16, patch_size=4),
@@ -303,13 +335,23 @@ def tiny_vision_checkpoint(directory: str | Path, family: str = "qwen3_vl", **kw
     """
     path, found = Path(directory), _find_family(family)
     tiny_vision_model(family, **kwargs).save_pretrained(path)
+    if family == "kimi_k25":
+        name_as_published(path / "model.safetensors")
     vision_tokenizer(family).save_pretrained(path)
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}))
     (path / "preprocessor_config.json").write_text(json.dumps(found.images))
-    # As transformers writes it: with the defaults of the image processor's class.
-    AutoImageProcessor.from_pretrained(path, backend="pil").save_pretrained(path)
+    processor = read_image_processor(path)
+    if isinstance(processor, BaseImageProcessor):  # as transformers writes it: with the defaults of its class
+        processor.save_pretrained(path)
     (path / "processor_config.json").write_text(json.dumps({"processor_class": found.processor} | found.options))
     return path
+
+
+def name_as_published(file: Path) -> None:
+    """Rename tensors of a kimi_k25: transformers 5.23 saves the "layers" of published ones as "blocks"."""
+    before, after = (f"language_model.model.{name}" for name in ("blocks", "layers"))
+    tensors = {name.replace(before, after): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def random_picture(seed: int, width: int = 40, height: int = 32) -> Image.Image:

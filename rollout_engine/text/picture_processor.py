@@ -15,18 +15,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import transformers
 from PIL import Image
-from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import Picture
+from rollout_engine.text.kimi_patches import KimiImages, KimiPatches
 from rollout_engine.text.pictures import MAX_PIXELS, describe_image, read_image
 from rollout_engine.text.pixtral_rows import PixtralRows
 
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 """Outputs of a processor that describe the text; the others are of the picture."""
-_OWN_CLASSES: dict[str, Callable[..., Any]] = {"PixtralProcessor": PixtralRows}
+_OWN_CLASSES: dict[str, Callable[..., Any]] = {
+    "PixtralProcessor": PixtralRows,
+    "Kimi_K25Processor": KimiPatches,
+    "KimiK25Processor": KimiPatches,  # as published
+}
 """Ours for processors that need torchvision."""
+_OWN_IMAGES = {"kimi_k25": KimiImages}
+"""Ours for image processors of these types of models, for the same reason."""
 _SAME_TEXT = {"SmolVLMProcessor": "Idefics3Processor"}
 """A processor with the same placeholder text for usual tokens, for one that needs more packages."""
 _USUAL_TOKENS = {
@@ -138,10 +145,9 @@ def _size_salt(image: Image.Image) -> bytes:
 def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
     """Make the checkpoint's processor, of which only the part for images is needed."""
     found, _ = ProcessorMixin.get_processor_dict(directory, local_files_only=True)
-    images = AutoImageProcessor.from_pretrained(
-        directory, backend="pil", trust_remote_code=False, local_files_only=True
-    )
-    name = str(found.get("processor_class") or getattr(images, "_processor_class", None) or _class_by_type(directory))
+    images = read_image_processor(directory)
+    by_type = PROCESSOR_MAPPING_NAMES.get(_type_of(directory))
+    name = str(found.get("processor_class") or getattr(images, "_processor_class", None) or by_type)
     if all(getattr(hf, token, usual) == usual for token, usual in _USUAL_TOKENS.items()):
         name = _SAME_TEXT.get(name, name)
     if (own := _OWN_CLASSES.get(name)) is not None:
@@ -154,10 +160,17 @@ def _make_processor(directory: Path, hf: PreTrainedTokenizerBase) -> Any:
     return made.from_args_and_dict([parts.get(each) for each in base.get_attributes()], found)
 
 
-def _class_by_type(directory: Path) -> str | None:
+def read_image_processor(directory: Path) -> Any:
+    """Make the checkpoint's image processor, on Pillow and numpy. Raises as transformers does."""
+    if (own := _OWN_IMAGES.get(_type_of(directory))) is not None:
+        settings, _ = BaseImageProcessor.get_image_processor_dict(directory, local_files_only=True)
+        return own(settings)
+    return AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False, local_files_only=True)
+
+
+def _type_of(directory: Path) -> str:
     config, _ = transformers.PreTrainedConfig.get_config_dict(directory, local_files_only=True)
-    name: str | None = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
-    return name
+    return str(config.get("model_type"))
 
 
 class _ImagesAlone(ProcessorMixin):

@@ -31,11 +31,18 @@ from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 import envs_adapters.evaluation.inspect_ai as provider  # noqa: E402
 from envs_adapters.evaluation.lm_eval import RolloutLM  # noqa: E402
-from rollout_engine import RolloutPolicy  # noqa: E402
+from rollout_engine import LLM, RolloutPolicy, SamplingParams  # noqa: E402
 from rollout_engine.base.errors import RequestError  # noqa: E402
-from rollout_engine.testing import byte_tokenizer, tiny_checkpoint  # noqa: E402
+from rollout_engine.testing import (  # noqa: E402
+    byte_tokenizer,
+    random_picture,
+    tiny_checkpoint,
+    tiny_vision_checkpoint,
+)
 
 PAIRS = [("The sky is", " blue"), ("The sky is", " green"), ("", "Two"), ("x", "y")]
+
+DATA_URL = "data:image/png;base64,aa"
 
 
 def asked(kind, arguments):
@@ -238,7 +245,8 @@ def test_a_response_schema_is_a_grammar(model):
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        (ChatMessageUser(content=[ContentText(text="a"), ContentImage(image="data:image/png;base64,aa")]), "'image'"),
+        (ChatMessageUser(content=[ContentText(text="a"), ContentImage(image=DATA_URL)]), "no pictures"),
+        (ChatMessageUser(content=[ContentImage(image=DATA_URL, detail="low")]), "detail of an image"),
         (ChatMessageAssistant(content=[ContentReasoning(reasoning="hm"), ContentText(text="a")]), "'reasoning'"),
         (ChatMessageTool(content="3", tool_call_id="1"), "tools=.* Use the HTTP server"),
         (
@@ -290,3 +298,18 @@ def test_an_evaluation_is_scored(model, text_of, tmp_path):
     [log] = eval(task, model=model, log_dir=str(tmp_path), display="none", **settings)
     assert log.status == "success", log.error
     assert [sample.scores["includes"].value for sample in log.samples] == ["C", "I"]
+
+
+def test_images_are_pictures_of_the_prompt(tmp_path):
+    path = tiny_vision_checkpoint(tmp_path, "llava")
+    random_picture(1).save(tmp_path / "shown.png")
+    content = [ContentImage(image=str(tmp_path / "shown.png")), ContentText(text="What is it?")]
+    parts = [{"type": "image", "image": random_picture(1)}, {"type": "text", "text": "What is it?"}]
+    settings = dict(max_tokens=6, temperature=0.0)
+    with LLM(path, dtype="float32") as llm:
+        (wanted,) = llm.chat([{"role": "user", "content": parts}], SamplingParams(**settings), use_tqdm=False)
+    with RolloutPolicy.from_pretrained(path, dtype="float32") as policy:
+        model = get_model("rollout_engine/live", policy=policy, memoize=False)
+        output = asyncio.run(model.generate([ChatMessageUser(content=content)], config=GenerateConfig(**settings)))
+    assert output.completion == wanted.outputs[0].text
+    assert output.usage.input_tokens == len(wanted.prompt_token_ids)

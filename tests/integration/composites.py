@@ -1,10 +1,10 @@
 """Tiny random composites: their configurations by kind, and the text model of one alone."""
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from rollout_engine.testing import byte_tokenizer
+from rollout_engine.testing.tiny_pictures import name_as_published
 
 _TEXT = dict(
     vocab_size=259,
@@ -128,16 +128,9 @@ def text_of(model):
 def save(model, path):
     model.save_pretrained(path)
     if model.config.model_type == "kimi_k25":
-        _name_as_published(path / "model.safetensors")
+        name_as_published(path / "model.safetensors")
     byte_tokenizer().save_pretrained(path)
     return path
-
-
-def _name_as_published(file):
-    """Transformers 5.23 saves "layers" of a kimi_k25 as "blocks", and published checkpoints have "layers"."""
-    before, after = (f"language_model.model.{name}" for name in ("blocks", "layers"))
-    tensors = {name.replace(before, after): tensor for name, tensor in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def save_as(model, path):

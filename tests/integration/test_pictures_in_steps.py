@@ -18,8 +18,9 @@ OPTIONS = dict(num_kv_blocks=96, block_size=16, max_model_len=512, dtype="float3
 GREEDY = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
 SCORED = Params(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 QUICK = {"qwen2_5_vl"}
-SERVED = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl gemma3 gemma4".split()
-KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
+SEEDS = {"kimi_k25": 1}
+"""Of weights that sample no placeholder: the embedding of one is another token's in transformers, not here."""
+KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 TAKEN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
 
@@ -49,8 +50,9 @@ def generate(llm, prompts, params=SCORED):
 @torch.no_grad()
 @pytest.mark.parametrize("family", KINDS)
 def test_tokens_are_transformers_own_and_bits_those_of_every_other_order(tmp_path, family):
-    directory = tiny_vision_checkpoint(tmp_path, family)
-    model, prompts = tiny_vision_model(family), prompts_of(family)
+    seed = SEEDS.get(family, 0)
+    directory = tiny_vision_checkpoint(tmp_path, family, seed=seed)
+    model, prompts = tiny_vision_model(family, seed=seed), prompts_of(family)
     with LLM(directory, max_num_batched_tokens=512, **OPTIONS) as llm:
         outputs = llm.generate(prompts, SCORED, use_tqdm=False)
         for output in outputs:

@@ -21,7 +21,7 @@ from rollout_engine.base.errors import RequestError
 from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.model.admission import tower_trial
 from rollout_engine.testing import assert_clean
-from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
+from rollout_engine.testing.tiny_pictures import FAMILIES, tiny_vision_checkpoint, tiny_vision_model
 from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, plain_logits
 from tests.integration.composites import composite, save
 from tests.parity.test_bits import DTYPES, draw_engine
@@ -32,8 +32,6 @@ NUM_TOKENS = int(os.environ.get("PICTURE_FUZZ_TOKENS", "1000"))
 """Log-probs that the slow tests compare for each model and dtype."""
 NUM_VERSIONS = 3
 """Different weights that updates bring, in turn; the last differs from the first in its tower alone."""
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
-FAMILIES += ["gemma3", "gemma4", "llava_next"]
 QUICK = [("qwen3_vl", torch.float32), ("gemma3", torch.bfloat16)]
 HYBRIDS = {"qwen3_5"}
 TIE = 1e-4

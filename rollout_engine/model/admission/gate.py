@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.errors import ConfigError
 from rollout_engine.model.admission import gate_cache
 from rollout_engine.model.admission.self_check import check_numerics
+from rollout_engine.model.admission.unused_scales import warn_of_unused_scales, without_unused_scales
 from rollout_engine.model.modules.composites import (
     PartNames,
     adopt_conversions,
@@ -37,6 +38,12 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention", "indexed_attention"}
 _SERVED_LAYERS |= {"linear_attention", "conv", "hybrid", "moe", "mlp"}
 """Kinds that configurations name; "linear_attention" is any recurrence, "hybrid" has one next to its attention."""
 
+_PREFIX_LM = (
+    " over the whole prompt: keys and values of a token depend on all that is behind it there, so prompts share no "
+    "beginning, and a second turn changes those of the first, whose log-probs no trainer gets from one row"
+)
+"""Why the text of a composite that reads its prompt in both directions (PaliGemma) is not served; decision 0069."""
+
 
 def text_config_to_serve(config: PretrainedConfig, head: str | None = None) -> PretrainedConfig:
     """The configuration of a composite's text model, which is served; that of any other model itself.
@@ -46,9 +53,12 @@ def text_config_to_serve(config: PretrainedConfig, head: str | None = None) -> P
     try:
         if (text_config := text_config_of(config)) is not config:
             _check_static(config)
-            _check_static(text_config)
+            _check_static(text_config, is_part=True)
             if head is not None:
                 raise Refusal("it classifies, and of a composite only a causal text model is served")
+            served = without_unused_scales(config, text_config)
+            warn_of_unused_scales(config, text_config, served)
+            return served
         return text_config
     except Refusal as reason:
         raise _word_refusal(config, reason) from None
@@ -114,12 +124,12 @@ def admit(module: PreTrainedModel, whole: PretrainedConfig | None = None) -> lis
     return geometry
 
 
-def _check_static(config: PretrainedConfig) -> None:
+def _check_static(config: PretrainedConfig, *, is_part: bool = False) -> None:
     if config.is_encoder_decoder:
         raise Refusal("it is an encoder-decoder")
     is_bidirectional = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
     if getattr(config, "is_causal", True) is False or is_bidirectional:
-        raise Refusal("its attention is bidirectional")
+        raise Refusal("its attention is bidirectional" + (_PREFIX_LM if is_part else ""))
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     if kinds - _SERVED_LAYERS:
         raise Refusal(

@@ -31,6 +31,7 @@ from rollout_engine.model.admission.self_check import (
     thin_config,
     without_advice,
 )
+from rollout_engine.model.admission.unused_scales import without_unused_scales
 from rollout_engine.model.cpu.flat_batch import SequenceChunk
 from rollout_engine.model.cpu.row_invariance import make_row_invariant
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
@@ -134,7 +135,7 @@ class _Twins(NamedTuple):
 
 
 def _make_twins(config: PretrainedConfig, *, is_small: bool) -> _Twins:
-    text_config = text_config_of(config)
+    text_config = without_unused_scales(config, text_config_of(config))
     text_config = thin_config(shorten_config(text_config, _kept_layers(text_config)))
     text = construct(text_config, dtype=torch.float32, attention=ATTENTION_NAME)
     spread_weights(text)
@@ -219,10 +220,11 @@ def _sample_picture(whole: Any, seed: int) -> dict[str, Tensor]:
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     if "image_grid_thw" in names:
-        merge = vision.spatial_merge_size
+        merge = getattr(vision, "spatial_merge_size", None) or vision.merge_kernel_size[0]
         height, width = (2 + seed) * merge, 3 * merge
-        size = channels * vision.temporal_patch_size * patch**2
-        pixels = torch.randn(height * width, size, generator=generator)
+        depth = getattr(vision, "temporal_patch_size", None)  # Kimi's patches are pictures, Qwen's are rows of numbers
+        shape = (channels, patch, patch) if depth is None else (channels * depth * patch**2,)
+        pixels = torch.randn(height * width, *shape, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
     if "image_sizes" in names and getattr(whole.config, "image_grid_pinpoints", None):
         return _sample_tiles(vision.image_size, whole.config.image_grid_pinpoints, channels, seed, generator)

@@ -20,6 +20,7 @@ from rollout_engine.model.loading.configuration import make_size_check, read_con
 from rollout_engine.model.loading.cut_model import cut_whole, divide_whole
 from rollout_engine.model.loading.picture_tower import join_parts, load_tower, table_of
 from rollout_engine.model.loading.sharded_state import ShardedState
+from rollout_engine.model.loading.tower_files import with_tower_names
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.attention_interface import ATTENTION_NAME
 from rollout_engine.model.modules.composites import PICTURES, PartNames, adopt_conversions
@@ -92,7 +93,7 @@ def load_model(
     if state is not None:
         _load_state(state, directory, 0 if seat is None else seat.team.rank, cut, _each_once(table, targets))
     elif not is_dummy:
-        table.load(entries, names, parts=cut and cut.parts)
+        table.load(with_tower_names(entries, table, names, tower), names, parts=cut and cut.parts)
     with as_config_errors():
         config_file.check()
     _check_head(module, head_kind)
@@ -166,7 +167,8 @@ def load_trainable(name: str, dtype: str, device: torch.device) -> PreTrainedMod
     tower = None
     if text_config is not hf_config and device == _CPU and not tower_refusal(hf_config):
         tower = build_tower(hf_config, module.dtype, check, fuses=False)
-    table_of(module, tower).load(entries, _checkpoint_names(module, hf_config, tower))
+    table, names = table_of(module, tower), _checkpoint_names(module, hf_config, tower)
+    table.load(with_tower_names(entries, table, names, tower), names)
     with as_config_errors():
         config_file.check()
     if tower is not None:

@@ -11,6 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.pictures import PictureInfo
 from rollout_engine.model.admission.tower_trial import try_pictures
+from rollout_engine.model.admission.unused_scales import keep_scales
+from rollout_engine.model.loading.tower_files import divided_rows
 from rollout_engine.model.loading.weight_table import WeightTable
 from rollout_engine.model.modules.composites import PICTURES, TextPart, build_whole
 from rollout_engine.model.modules.construct import allocate, initialize
@@ -61,7 +63,7 @@ def load_tower(
 def table_of(text: PreTrainedModel, tower: PreTrainedModel | None) -> WeightTable:
     """The table of a text model's weights, and of its composite's other parts, if they are served."""
     table = WeightTable.of(text)
-    return table if tower is None else table.with_part(f"{PICTURES}.", WeightTable.of(tower))
+    return table if tower is None else table.with_part(f"{PICTURES}.", WeightTable.of(tower, divided_rows(tower)))
 
 
 def join_parts(config: PretrainedConfig, text: PreTrainedModel, tower: PreTrainedModel) -> PreTrainedModel:
@@ -77,6 +79,7 @@ def join_parts(config: PretrainedConfig, text: PreTrainedModel, tower: PreTraine
     part.head.load_state_dict(head.state_dict(), assign=True)
     whole.load_state_dict(tower.state_dict(), strict=False, assign=True)
     whole.tie_weights()
+    keep_scales(config.get_text_config(), whole.config.get_text_config())
     return whole
 
 

@@ -14,10 +14,12 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.base.gguf.config import config_of
 from rollout_engine.base.gguf.directory import only_gguf
 from rollout_engine.base.gguf.header import SUFFIX, GgufHeader
+from rollout_engine.model.admission.unused_scales import without_unused_scales
 from rollout_engine.model.loading.checkpoint import read_entries
 from rollout_engine.model.loading.configuration import read_config
 from rollout_engine.model.loading.gguf_weights import read_gguf
 from rollout_engine.model.loading.same_model import check_same_model
+from rollout_engine.model.loading.tower_files import with_module_names
 from rollout_engine.model.modules.composites import text_config_of
 from rollout_engine.model.modules.geometry import Refusal
 from sync.checkpoint import CONFIG_FILE, is_checkpoint
@@ -41,9 +43,9 @@ def read_update(path: Path, live: PretrainedConfig | None) -> list[SourcePair]:
             return [(weight.name, weight) for weight in read_gguf(gguf)]
         found = _read_directory(path)
         if live is not None and not is_store(path) and os.path.lexists(path / CONFIG_FILE):
-            _check_directory(path, live)
+            found = with_module_names(found, _check_directory(path, live))
         return found
-    except ConfigError as problem:
+    except (ConfigError, Refusal) as problem:
         if isinstance(problem.__cause__, SyncError):
             raise problem.__cause__ from None
         raise ManifestMismatch(str(problem)) from problem
@@ -68,11 +70,13 @@ def _check_gguf(path: Path, live: PretrainedConfig) -> None:
     check_same_model(path, found, live, fields)
 
 
-def _check_directory(path: Path, live: PretrainedConfig) -> None:
+def _check_directory(path: Path, live: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a directory. Raises `ManifestMismatch` if it is another model's."""
     config, file = read_config(path)
     try:
-        text_config = text_config_of(config)
+        text_config = without_unused_scales(config, text_config_of(config))
     except Refusal as reason:
         raise ManifestMismatch(f"{file.path}: {reason}.") from None
     check_same_model(file.path, text_config, live)
     file.check()
+    return config

@@ -6,7 +6,7 @@ parameter each checkpoint name denotes. Loading and weight updates both write th
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,16 +38,17 @@ class WeightTable(NamedTuple):
     """By name, two dimensions of a view that a checkpoint may have the other way round: its shape decides."""
 
     @classmethod
-    def of(cls, module: PreTrainedModel) -> "WeightTable":
+    def of(cls, module: PreTrainedModel, divided: Collection[str] = ()) -> "WeightTable":
         """The table of every persistent tensor of `module`, whose parameters must not move any more.
 
-        Raises `ConfigError` when a checkpoint name does not denote a strided view of a parameter.
+        `divided`: names of tensors of checkpoints that are several weights, and are divided before they are loaded
+        (`tower_files`). Raises `ConfigError` when a checkpoint name does not denote a strided view of a parameter.
         """
         stored = module.state_dict(keep_vars=True)
         first_names: dict[int, str] = {}
         views = {name: tensor.detach() for name, tensor in stored.items()}
         owners = {name: first_names.setdefault(id(tensor), name) for name, tensor in stored.items()}
-        for name, checkpoint_name, view in list(_checkpoint_views(module, views)):
+        for name, checkpoint_name, view in list(_checkpoint_views(module, views, divided)):
             views[checkpoint_name] = view
             owners[checkpoint_name] = owners[name]
         return cls(views, owners, dict(_transposable(module, stored)))
@@ -149,7 +150,9 @@ def _transposable(module: PreTrainedModel, names: Iterable[str]) -> Iterable[tup
                     yield name, (step.dim0, step.dim1)
 
 
-def _checkpoint_views(module: PreTrainedModel, views: dict[str, Tensor]) -> Iterable[tuple[str, str, Tensor]]:
+def _checkpoint_views(
+    module: PreTrainedModel, views: dict[str, Tensor], divided: Collection[str]
+) -> Iterable[tuple[str, str, Tensor]]:
     """(module's name, checkpoint's name, view) wherever the two names differ."""
     shapes = {name: torch.empty(view.shape, device="meta") for name, view in views.items()}
     if revert_weight_conversion(module, dict(shapes)).keys() == shapes.keys():
@@ -157,7 +160,7 @@ def _checkpoint_views(module: PreTrainedModel, views: dict[str, Tensor]) -> Iter
     for name, view in views.items():
         flat = torch.arange(view.numel()).view(view.shape)
         for checkpoint_name, indices in revert_weight_conversion(module, {name: flat}).items():
-            if checkpoint_name != name:
+            if checkpoint_name != name and checkpoint_name not in divided:
                 yield name, checkpoint_name, _strided_view(view, flat, indices, checkpoint_name)
 
 

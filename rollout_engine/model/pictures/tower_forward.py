@@ -110,11 +110,12 @@ def _encode_tile(composite: Any, arrays: dict[str, Tensor]) -> tuple[Tensor, lis
 def _tiles_of(arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """The tiles of a picture: `pixel_values` [tiles, C, H, W] or [1, tiles, C, H, W]; any other is whole.
 
-    So are tiles that come with `image_sizes`: their features are put together to rows of the picture (LLaVA-NeXT).
+    So are tiles that come with `image_sizes`: their features are put together to rows of the picture (LLaVA-NeXT). And
+    patches [patches, C, H, W] with `image_grid_thw` are no tiles (Kimi K2.5).
     """
     pixels = arrays.get("pixel_values")
     dim = -1 if pixels is None else pixels.dim() - 4
-    if pixels is None or dim not in (0, 1) or (dim == 1 and "image_sizes" in arrays):
+    if pixels is None or dim not in (0, 1) or (dim == 1 and "image_sizes" in arrays) or "image_grid_thw" in arrays:
         return [arrays]
     of_each = pixels.shape[: dim + 1]
     return [

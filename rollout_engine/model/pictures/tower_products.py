@@ -115,7 +115,7 @@ def _convolve_patches(
 ) -> Any:
     """A convolution over patches that do not overlap: input [B, C, ...], weight [N, C, *size] -> [B, N, ...].
 
-    Others are left to torch.
+    Pixels of another dtype are rounded to the weight's, as most towers do themselves. Others are left to torch.
     """
     num_dims = weight.dim() - 2
     sizes = tuple(weight.shape[2:])
@@ -124,7 +124,7 @@ def _convolve_patches(
         return NotImplemented
     for dim, size in enumerate(sizes, 2):
         input = input.unfold(dim, size, size)
-    patches = input.movedim(1, 1 + num_dims)  # [B, *grid, C, *size]
+    patches = input.movedim(1, 1 + num_dims).to(weight.dtype)  # [B, *grid, C, *size]
     rows = multiply(patches.reshape(-1, weight[0].numel()), weight.reshape(len(weight), -1), bias)
     return rows.view(*patches.shape[: 1 + num_dims], len(weight)).movedim(-1, 1).contiguous()
 

@@ -11,15 +11,13 @@ from rollout_engine.base.pictures import Picture, PlacedPicture
 from rollout_engine.model.admission import tower_trial
 from rollout_engine.model.modules.composites import TextPart
 from rollout_engine.model.modules.packed_rows import REACH, TOKEN_POSITIONS
-from rollout_engine.testing.tiny_pictures import tiny_vision_checkpoint, tiny_vision_model
+from rollout_engine.testing.tiny_pictures import FAMILIES, tiny_vision_checkpoint, tiny_vision_model
 from tests.drawn_pictures import Drawn, PictureSource, batch_of, draw_text, packed_batch_of, plain_logits
 from tests.integration.composites import composite
 from tests.unit.peft_layers import PeftModel
 
 FAMILY = "qwen3_vl"
 """With positions on three axes, and features for several layers."""
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llava", "idefics3", "smolvlm", "internvl"]
-FAMILIES += ["gemma3", "gemma4", "llava_next"]
 QUICK = {"qwen3_vl", "idefics3"}
 
 
@@ -160,7 +158,7 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family, source_of):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("family", named(FAMILIES))
+@pytest.mark.parametrize("family", named(sorted(FAMILIES.keys() - {"kimi_k25"})))  # whose experts are not in float64
 def test_gradients_of_text_and_tower_are_those_of_float64(family, source_of):
     batch = batch_of(draw_rows(source_of(family), family))
     trainer, plain = exact.enable(tiny_vision_model(family, std=0.1)), tiny_vision_model(family, std=0.1).double()

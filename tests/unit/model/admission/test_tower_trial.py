@@ -11,7 +11,7 @@ from rollout_engine.model.pictures import tower_attention, tower_products
 from rollout_engine.testing.tiny_pictures import tiny_vision_config
 from tests.integration.composites import COMPOSITES
 
-FAMILIES = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl".split()
+FAMILIES = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl aya_vision kimi_k25".split()
 OTHERS = "qwen2_vl qwen3_vl_moe qwen3_5_moe glm4v glm4v_moe".split()
 QUICK = {"qwen3_vl"}
 SEE_ALL = {"gemma3": "all", "gemma4": "windows"}

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoImageProcessor
 
 from rollout_engine import ConfigError
 from rollout_engine.base.pictures import Picture
@@ -13,16 +12,17 @@ from rollout_engine.model.modules.composites import remove_text
 from rollout_engine.model.modules.one_thread import one_thread
 from rollout_engine.model.pictures.encoder import PictureEncoder
 from rollout_engine.model.pictures.tower_forward import encode_picture, make_tower_exact
+from rollout_engine.testing import tiny_pictures
 from rollout_engine.testing.tiny_pictures import random_picture, tiny_vision_checkpoint, tiny_vision_model
+from rollout_engine.text.picture_processor import read_image_processor
 
-EXACT = "qwen2_5_vl qwen3_vl qwen3_5 mistral3 llava llava_next idefics3 smolvlm internvl gemma3 gemma4".split()
 QUICK = {"qwen2_5_vl", "qwen3_vl", "mistral3"}
-FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXACT]
+FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in tiny_pictures.FAMILIES]
 
 
 def pictures_of(directory, *sizes):
     """Arrays of random pictures, as the checkpoint's image processor makes them."""
-    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    processor = read_image_processor(directory)
     drawn = [random_picture(seed, width, height) for seed, (width, height) in enumerate(sizes)]
     return [Picture.of(dict(processor(each, return_tensors="np"))) for each in drawn]
 
