@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rollout_engine", "sync", "worker_ext", "envs_adapters")
+FOR_EDITORS = ("rollout_engine", "rollout_engine.testing", "rollout_engine.testing.pytest_plugin")
+"""Modules that import under TYPE_CHECKING, and load when they are used."""
 
 
 class Import(NamedTuple):
@@ -44,8 +46,8 @@ class Source(NamedTuple):
         yield from (n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
     def is_for_editors(self, found: Import) -> bool:
-        """Whether `found` is one of the face's imports of public names, which editors alone read."""
-        return self.module == "rollout_engine" and found.type_checking
+        """Whether `found` names public names or types for editors, in a module that loads nothing heavy."""
+        return self.module in FOR_EDITORS and found.type_checking
 
     def imports(self) -> list[Import]:
         """Every import anywhere in the file: inside functions and under TYPE_CHECKING too."""

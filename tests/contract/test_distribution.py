@@ -36,7 +36,8 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     verl = [source for source in package_sources if source.module.startswith("envs_adapters.trainers.verl")]
     terminal = [source for source in package_sources if source.module == "rollout_engine.looking.terminal"]
     models = [source for source in package_sources if source.module.startswith("envs_adapters.evaluation.")]
-    apart = (*triton_kernels, *subclasses, *verl, *terminal, *models)
+    plugin = [source for source in package_sources if source.module == "rollout_engine.testing.pytest_plugin"]
+    apart = (*triton_kernels, *subclasses, *verl, *terminal, *models, *plugin)
     others = [source for source in package_sources if source not in apart]
     needed = _third_party(others, lambda found: not found.in_function)
     late = _third_party([s for s in package_sources if s not in verl], lambda found: found.in_function)
@@ -45,6 +46,7 @@ def test_every_declared_dependency_is_imported_and_the_reverse(package_sources):
     assert _third_party(triton_kernels) <= needed | _names(PROJECT["optional-dependencies"]["gpu"])
     assert _third_party(verl) <= VERL
     assert _third_party(models) <= CLIENTS | needed
+    assert _third_party(plugin) == {"pytest"}
     assert _third_party(terminal) <= _names(PROJECT["optional-dependencies"]["view"])
     assert _third_party(subclasses) <= needed | _names(PROJECT["optional-dependencies"]["torchrl"])
 

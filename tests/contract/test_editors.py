@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,12 +30,13 @@ rollout_engine.LLMM
 """
 
 
-def test_the_block_for_editors_names_what_is_loaded_on_first_use():
-    tree = ast.parse((ROOT / "rollout_engine/__init__.py").read_text())
+@pytest.mark.parametrize("face", [rollout_engine, rollout_engine.testing], ids=lambda face: face.__name__)
+def test_the_block_for_editors_names_what_is_loaded_on_first_use(face):
+    tree = ast.parse(Path(face.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     declared = {alias.name: node.module for node in block.body for alias in node.names if alias.name == alias.asname}
-    modules = {name: module.rpartition(".")[0] for name, module in rollout_engine._MODULES.items()}
-    assert declared == modules | rollout_engine._HOMES
+    modules = {name: module.rpartition(".")[0] for name, module in getattr(face, "_MODULES", {}).items()}
+    assert declared == modules | face._HOMES
 
 
 @pytest.mark.slow

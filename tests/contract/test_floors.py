@@ -48,7 +48,7 @@ MAY_IMPORT = _read_page()
 TOP = ("rollout_engine.__main__", "rollout_engine.cli")
 
 # They import what is asked for by name, so that nothing heavy is loaded before.
-LAZY_DOORS = ("rollout_engine", "rollout_engine.cli.main", "sync")
+LAZY_DOORS = ("rollout_engine", "rollout_engine.cli.main", "rollout_engine.testing", "sync")
 
 TORCH_FREE = ("rollout_engine.core", "rollout_engine.fleet.plan", *MAY_IMPORT[BASE])
 HEAVY = {"torch", "tensordict", "transformers", "tokenizers", "safetensors", "socket", "zmq", "time"}
@@ -128,8 +128,11 @@ def test_the_brain_imports_neither_torch_nor_sockets_nor_clock(package_sources):
     assert not wrong, wrong
 
 
+QUICK_MODULES = ["rollout_engine", "rollout_engine.core.engine_core", "rollout_engine.testing.pytest_plugin"]
+
+
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("module", ["rollout_engine", "rollout_engine.core.engine_core", *BASE_MODULES])
+@pytest.mark.parametrize("module", [*QUICK_MODULES, *BASE_MODULES])
 def test_torch_stays_unloaded(module):
     code = f"import sys, {module}; print(sorted({HEAVY - {'socket', 'time'}!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

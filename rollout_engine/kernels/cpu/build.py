@@ -1,51 +1,37 @@
-"""Compile the C++ kernels next to this file at first use, cache the shared library, and load it with ctypes.
+"""Load the C++ kernels with ctypes: those that the installed wheel has compiled, or else compile them at first use.
 
-The library's name is a digest of sources, flags, compiler and CPU, so a change of any compiles anew. It shares torch's
-OpenMP pool (a process should have one OpenMP library); every entry point takes its number of threads. Linux uses g++,
-macOS clang++ (whose flags are tested on Linux only).
+Wheels for Linux on x86-64 have a library for each level (`recipes.LEVELS`) in `prebuilt/`. A library's name is a digest
+of its sources, flags and compiler, so one of other sources is not found, and a change of any compiles anew, into the
+user's cache. Nothing of torch is compiled in; the library shares its OpenMP pool (a process should have one OpenMP
+library), and every entry point takes its number of threads. Linux uses g++, macOS clang++ (whose flags are tested on
+Linux only).
 """
 
 import ctypes
-import hashlib
 import logging
-import os
 import platform
 import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from rollout_engine.kernels.cpu.recipes import (
+    COMPILER,
+    PREBUILT,
+    Recipe,
+    compile_sources,
+    compiler_version,
+    cpu_features,
+    name_library,
+    recipes,
+)
 from sync.own_files import cache_directory
 
 logger = logging.getLogger("rollout_engine")
-
-COMPILER = "clang++" if sys.platform == "darwin" else "g++"
-
-_FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC", "-shared", "-Wall")
-_TIMEOUT_SECONDS = 900
-"""Limit of one compilation, which takes ten seconds on an idle machine."""
-
-
-class Recipe(NamedTuple):
-    """Compiler flags, and whether they enable OpenMP."""
-
-    flags: tuple[str, ...]
-    has_openmp: bool
-
-
-def recipes(system: str, machine: str, torch_folder: Path) -> list[Recipe]:
-    """Recipes for a platform (`sys.platform`, `platform.machine()`), in order of preference."""
-    flags = (*_FLAGS, "-mcpu=native" if machine in ("arm64", "aarch64") else "-march=native")
-    if system != "darwin":
-        return [Recipe((*flags, "-fopenmp"), True)]
-    # Apple's clang has no OpenMP library. torch brings one, and two in one process conflict.
-    library = torch_folder / "lib" / "libomp.dylib"
-    linked = (*flags, "-Xpreprocessor", "-fopenmp", str(library), f"-Wl,-rpath,{library.parent}")
-    return [Recipe(linked, True)] * library.exists() + [Recipe((*flags, "-Wno-unknown-pragmas"), False)]
 
 
 @cache
@@ -69,7 +55,7 @@ def declared(**signatures: tuple[Any, ...]) -> ctypes.CDLL:
 
 
 def describe_kernels() -> str:
-    """Digest of the compiled kernels' sources, flags, compiler and CPU. "none" without them."""
+    """Digest of the compiled kernels' sources, flags and compiler. "none" without them."""
     library = load_kernels()
     return "none" if library is None else Path(str(library._name)).stem
 
@@ -81,48 +67,42 @@ def reason(problem: OSError | subprocess.SubprocessError) -> str:
 
 def open_kernels() -> ctypes.CDLL:
     """The compiled kernels. Raises `OSError` or `subprocess.SubprocessError` if they cannot be built or loaded."""
-    sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
-    version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True, text=True).stdout
-    ways = recipes(sys.platform, platform.machine(), Path(torch.__file__).parent)
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (*(f for way in ways for f in way.flags), version, _cpu_flags(), *(p.read_text() for p in sources)):
-        digest.update(part.encode() + b"\0")
-    target = cache_directory("kernels") / f"{digest.hexdigest()}.so"
+    features = cpu_features()
+    ways = recipes(sys.platform, platform.machine(), Path(torch.__file__).parent, features)
+    if (library := _open_prebuilt(ways)) is not None:
+        return library
+    target = cache_directory("kernels") / name_library(ways[0], compiler_version(COMPILER), features)
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        _compile_first([str(path) for path in sources if path.suffix == ".cpp"], ways, target)
+        _compile_first(ways, target)
     return ctypes.CDLL(str(target))
 
 
-def _compile_first(sources: list[str], ways: list[Recipe], target: Path) -> None:
+def _open_prebuilt(ways: Sequence[Recipe]) -> ctypes.CDLL | None:
+    """The wheel's library for this CPU. None, and a warning, if there is none of these sources, or it does not load."""
+    if not (PREBUILT / "compiler").exists():
+        return None  # a source checkout, or a wheel for other platforms
+    path = PREBUILT / name_library(ways[0], (PREBUILT / "compiler").read_text())
+    if not path.exists():
+        problem = f"none is for {ways[0].target} and the sources in {PREBUILT.parent}"
+    else:
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            problem = str(error)
+    logger.warning("The C++ kernels in %s are not used: %s.", PREBUILT, problem)
+    return None
+
+
+def _compile_first(ways: Sequence[Recipe], target: Path) -> None:
     """Compile by the first recipe whose library loads. Raises the last one's error if none does."""
     for way in ways:
         threads = "" if way.has_openmp else ", without OpenMP: they will use one thread"
-        logger.warning("Compiling the C++ kernels with %s%s. This takes about 10 s, once.", COMPILER, threads)
+        logger.warning(
+            "Compiling the C++ kernels with %s for %s%s. This takes about 10 s, once.", COMPILER, way.target, threads
+        )
         try:
-            return _compile(sources, way.flags, target)
+            return compile_sources(COMPILER, way.flags, target)
         except (OSError, subprocess.SubprocessError):
             if way is ways[-1]:
                 raise
-
-
-def _compile(sources: list[str], flags: tuple[str, ...], target: Path) -> None:
-    """Compile to a temporary file first: another process may be compiling the same library."""
-    descriptor, unfinished = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(descriptor)
-    try:
-        command = [COMPILER, *sources, *flags, "-o", unfinished]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
-        ctypes.CDLL(unfinished)
-        os.replace(unfinished, target)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
-
-
-def _cpu_flags() -> str:
-    """The CPU's features, which `native` flags depend on: machines may share a cache directory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -73,7 +73,7 @@ int64_t latent_heads_staging(const HeadsCall* c) { return staging_a_thread(*c) *
 void latent_multiply_heads(const HeadsCall* c) {
     if (c->num_tokens == 0) return;
     const int64_t rows = rows_a_part(*c), parts = panels::divided_up(c->num_tokens, rows), bytes = staging_a_thread(*c);
-    const int threads = threads_of(*c);
+    [[maybe_unused]] const int threads = threads_of(*c);  // without OpenMP
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < parts * c->num_heads; ++i) {
         const int64_t first = i % parts * rows;

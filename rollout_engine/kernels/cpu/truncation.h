@@ -46,20 +46,14 @@ template <typename V, typename B>
 VEC_INLINE V exp_nonpositive(V x) {
     const double round = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves the nearest integer in the low bits
     x = x < -708.0 ? V{} - 708.0 : x;
-    const V shifted = x * 1.4426950408889634 + round;
+    const V shifted = vec::fma_doubles(x, V{} + 1.4426950408889634, V{} + round);
     const V n = shifted - round;
-    const V r = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
-    V p = r * (1.0 / 39916800.0) + 1.0 / 3628800.0;
-    p = p * r + 1.0 / 362880.0;
-    p = p * r + 1.0 / 40320.0;
-    p = p * r + 1.0 / 5040.0;
-    p = p * r + 1.0 / 720.0;
-    p = p * r + 1.0 / 120.0;
-    p = p * r + 1.0 / 24.0;
-    p = p * r + 1.0 / 6.0;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
+    V r = vec::fma_doubles(n, V{} - 0.6931471803691238, x);
+    r = vec::fma_doubles(n, V{} - 1.9082149292705877e-10, r);
+    V p = V{} + 1.0 / 39916800.0;
+    for (const double term : {1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0,
+                              1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
+        p = vec::fma_doubles(p, r, V{} + term);
     return (V)((B)p + ((B)shifted << 52));
 }
 

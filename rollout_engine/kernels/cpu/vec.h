@@ -82,6 +82,32 @@ VEC_INLINE I lane_numbers() {
 }
 #endif
 
+// A register of doubles.
+#ifdef __AVX512F__
+typedef double Doubles __attribute__((vector_size(64)));
+VEC_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
+#elif defined(__FMA__)
+typedef double Doubles __attribute__((vector_size(32)));
+VEC_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
+#else
+typedef double Doubles __attribute__((vector_size(16)));
+#ifdef __aarch64__
+VEC_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return vfmaq_f64(c, a, b); }
+#else
+VEC_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) { return a * b + c; }
+#endif
+#endif
+
+// a * b + c of a vector of doubles, rounded once where the machine can.
+template <typename V>
+VEC_INLINE V fma_doubles(V a, V b, V c) {
+    Doubles x[sizeof(V) / sizeof(Doubles)], y[sizeof(V) / sizeof(Doubles)], z[sizeof(V) / sizeof(Doubles)];
+    read(&a, x), read(&b, y), read(&c, z);
+    for (unsigned i = 0; i < sizeof(V) / sizeof(Doubles); i++) z[i] = fma(x[i], y[i], z[i]);
+    read(z, c);
+    return c;
+}
+
 VEC_INLINE F set1(float x) { return F{} + x; }  // -0.0 becomes 0.0
 
 // The second operand where either is NaN.

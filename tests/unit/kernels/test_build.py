@@ -1,15 +1,16 @@
-"""Compilation of the kernels: by platform, with a log line, and to the same bits without OpenMP."""
+"""The kernels of a wheel and their compilation: by platform and CPU, with a log line, and to the same bits."""
 
 import ctypes
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollout_engine.kernels.cpu import build, gemm
+from rollout_engine.kernels.cpu import build, gemm, recipes
 from sync.own_files import CACHE_VARIABLE
 
 SOURCES = Path(build.__file__).parent
@@ -40,25 +41,93 @@ def quick_compiler(tmp_path, monkeypatch):
 
 
 def test_every_platform_has_its_native_flag_and_its_openmp(tmp_path):
-    (x86,) = build.recipes("linux", "x86_64", FOLDER)
-    assert {"-march=native", "-fopenmp"} < set(x86.flags) and x86.has_openmp
-    (arm,) = build.recipes("linux", "aarch64", FOLDER)
+    (old,) = recipes.recipes("linux", "x86_64", FOLDER, {"sse2", "avx"})
+    assert {"-march=native", "-fopenmp"} < set(old.flags) and old.has_openmp
+    (arm,) = recipes.recipes("linux", "aarch64", FOLDER)
     assert {"-mcpu=native", "-fopenmp"} < set(arm.flags) and arm.has_openmp
-    (alone,) = build.recipes("darwin", "arm64", tmp_path)
+    (alone,) = recipes.recipes("darwin", "arm64", tmp_path)
     assert "-mcpu=native" in alone.flags and "-fopenmp" not in alone.flags and not alone.has_openmp
     (tmp_path / "lib").mkdir()
     library = tmp_path / "lib" / "libomp.dylib"
     library.touch()
-    shared, last = build.recipes("darwin", "arm64", tmp_path)
+    shared, last = recipes.recipes("darwin", "arm64", tmp_path)
     assert {"-Xpreprocessor", "-fopenmp", str(library)} < set(shared.flags) and shared.has_openmp
     assert last == alone
+
+
+def test_an_x86_cpu_has_the_recipes_of_its_level_and_those_below():
+    every = frozenset().union(*(level.features for level in recipes.LEVELS))
+    for features, targets in {
+        every: ["AMX", "AVX-512 BF16", "AVX-512", "AVX2"],
+        every - {"amx_bf16"}: ["AVX-512 BF16", "AVX-512", "AVX2"],
+        every - {"avx512_bf16"}: ["AVX-512", "AVX2"],
+        every - {"avx512vl"}: ["AVX2"],
+        every - {"fma"}: ["this CPU"],
+    }.items():
+        ways = recipes.recipes("linux", "x86_64", FOLDER, features)
+        assert [way.target for way in ways] == targets
+        names = {recipes.name_library(ways[0], "g++ 12", which) for which in (features, every)}
+        assert len(names) == (2 if targets == ["this CPU"] else 1)
+
+
+@pytest.mark.parametrize("system, machine", [("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")])
+def test_no_compiler_may_choose_how_sums_are_rounded(system, machine):
+    for way in recipes.recipes(system, machine, FOLDER, recipes.LEVELS[0].features):
+        assert "-ffp-contract=off" in way.flags and not {"-ffast-math", "-Ofast"} & set(way.flags)
+
+
+def test_recipes_import_nothing_that_is_installed():
+    program = f"import sys; sys.path.insert(0, {str(SOURCES.parents[2])!r}); import rollout_engine.kernels.cpu.recipes"
+    subprocess.run([sys.executable, "-S", "-c", program], check=True)
+
+
+@pytest.fixture
+def prebuilt(tmp_path, monkeypatch, quick_compiler):
+    """The folder of a wheel that a compiler of this machine has made, with a library for this CPU."""
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    version = recipes.compiler_version(build.COMPILER)
+    (folder / "compiler").write_text(version)
+    way = recipes.recipes("linux", platform.machine(), FOLDER, recipes.cpu_features())[0]
+    recipes.compile_sources(build.COMPILER, way.flags, folder / recipes.name_library(way, version))
+    monkeypatch.setattr(build, "PREBUILT", folder)
+    return folder
+
+
+@needs_compiler
+def test_kernels_of_a_wheel_need_no_compiler_and_are_named_as_compiled_ones(prebuilt, empty_cache, monkeypatch, caplog):
+    compiler = build.COMPILER
+    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
+    library = build.open_kernels()
+    assert library.answer() == 42 and Path(library._name).parent == prebuilt
+    assert not caplog.messages and not empty_cache.exists()
+    monkeypatch.setattr(build, "COMPILER", compiler)
+    monkeypatch.setattr(build, "PREBUILT", prebuilt / "absent")
+    assert Path(build.open_kernels()._name).name == Path(library._name).name
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", ["other sources", "damaged"])
+def test_kernels_of_a_wheel_that_do_not_fit_are_named_and_compiled_anew(prebuilt, empty_cache, caplog, fault):
+    (path,) = prebuilt.glob("*.so")
+    if fault == "damaged":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        path.rename(prebuilt / "0123.so")
+    library = build.open_kernels()
+    assert library.answer() == 42 and Path(library._name).parent == empty_cache / "kernels"
+    refusal, announcement = caplog.messages
+    assert refusal.startswith(f"The C++ kernels in {prebuilt} are not used: ") and "Compiling" in announcement
+    assert (f"and the sources in {prebuilt.parent}" in refusal) == (fault == "other sources")
 
 
 @needs_compiler
 def test_compiling_is_announced_once(empty_cache, quick_compiler, caplog):
     assert build.open_kernels().answer() == 42
     assert build.open_kernels().answer() == 42
-    assert caplog.messages == [f"Compiling the C++ kernels with {build.COMPILER}. This takes about 10 s, once."]
+    (line,) = caplog.messages
+    assert line.startswith(f"Compiling the C++ kernels with {build.COMPILER} for ")
+    assert line.endswith(". This takes about 10 s, once.")
     assert len(list((empty_cache / "kernels").iterdir())) == 1
 
 
@@ -66,7 +135,7 @@ def test_compiling_is_announced_once(empty_cache, quick_compiler, caplog):
 def test_what_does_not_compile_with_openmp_is_compiled_without_and_kept(
     empty_cache, quick_compiler, caplog, monkeypatch
 ):
-    ways = [build.Recipe(("-DBROKEN",), True), build.Recipe((), False)]
+    ways = [recipes.Recipe(("-DBROKEN",), True), recipes.Recipe((), False)]
     monkeypatch.setattr(build, "recipes", lambda *platform: ways)
     assert build.open_kernels().answer() == 42
     assert caplog.messages[1].endswith(", without OpenMP: they will use one thread. This takes about 10 s, once.")
@@ -76,7 +145,7 @@ def test_what_does_not_compile_with_openmp_is_compiled_without_and_kept(
 
 @needs_compiler
 def test_what_never_compiles_says_what_the_compiler_said(empty_cache, quick_compiler, caplog, monkeypatch):
-    monkeypatch.setattr(build, "recipes", lambda *platform: [build.Recipe(("-DBROKEN",), True)])
+    monkeypatch.setattr(build, "recipes", lambda *platform: [recipes.Recipe(("-DBROKEN",), True)])
     assert build.load_kernels.__wrapped__() is None
     assert caplog.messages[-1] == "The C++ kernels are not available; slower torch code runs instead: broken\n"
     assert not list((empty_cache / "kernels").iterdir())
@@ -123,8 +192,8 @@ def test_bits_do_not_depend_on_openmp(tmp_path, monkeypatch):
     operands = [torch.randn(37, 70), torch.randn(90, 70), torch.randn(90)]
     calls = [operands, [operand.bfloat16() for operand in operands]]
     expected = [gemm.matmul(x, gemm.pack(weight), bias) for x, weight, bias in calls]
-    (way,) = build.recipes("darwin", "x86_64", tmp_path)
-    build._compile([str(path) for path in MATMUL], way.flags, tmp_path / "alone.so")
+    (way,) = recipes.recipes("darwin", "x86_64", tmp_path)
+    recipes.compile_sources("g++", way.flags, tmp_path / "alone.so", MATMUL)
     monkeypatch.setattr(build, "load_kernels", lambda: ctypes.CDLL(str(tmp_path / "alone.so")))
     gemm._library.cache_clear()
     try:

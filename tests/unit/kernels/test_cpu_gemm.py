@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout_engine.kernels import linear
-from rollout_engine.kernels.cpu import build, gemm
+from rollout_engine.kernels.cpu import build, gemm, recipes
 
 needs_compiler = pytest.mark.skipif(build.load_kernels() is None, reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -117,7 +117,7 @@ def test_a_slow_instruction_set_asks_the_library_first(dtype, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_avx2_with_fused_products_is_fast_enough_to_be_asked_first(dtype):
-    if not {"avx2", "fma"} <= set(build._cpu_flags().split()):
+    if not {"avx2", "fma"} <= recipes.cpu_features():
         pytest.skip("no AVX2 with FMA")
     assert gemm.is_fast(dtype)
     assert linear._candidates(dtype)[0].kernel == linear.OWN
