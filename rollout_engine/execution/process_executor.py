@@ -17,7 +17,6 @@ from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.group_executor import GroupExecutor, GroupSettings
 from rollout_engine.execution.leading_worker import LeadingWorker
 from rollout_engine.execution.pipe_launcher import PipeLauncher
-from rollout_engine.execution.profiler import Profiler
 from rollout_engine.execution.rank_launcher import LocalLauncher, RankLauncher
 from rollout_engine.execution.rank_team import RankTeam
 from rollout_engine.execution.rank_values import pack_value

@@ -1,7 +1,7 @@
 """Moves KV blocks of a model that is cut over ranks: the bytes of a block are those of all ranks' parts, in order.
 
-    save    rank 0 asks each rank for its parts, between two steps, and hands them on together
-    load    the step has whole blocks; each rank takes its part of them
+save    rank 0 asks each rank for its parts, between two steps, and hands them on together
+load    the step has whole blocks; each rank takes its part of them
 """
 
 from collections.abc import Callable, Sequence

@@ -44,7 +44,10 @@ def test_sleeps_updates_adapters_preemption_and_deaths_of_ranks_with_a_connector
     other, adapter = tiny_model(seed=1), random_adapter(tiny_model(), name="a", seed=2)
     many = [{"prompt_token_ids": [9 + i, *PROMPT["prompt_token_ids"][:70]]} for i in range(6)]
     long = PARAMS.clone(max_tokens=80, n=1)
-    with open_engine(path, None, num_kv_blocks=256) as plain, open_engine(path, "host", num_kv_blocks=40, **RANKS) as llm:
+    with (
+        open_engine(path, None, num_kv_blocks=256) as plain,
+        open_engine(path, "host", num_kv_blocks=40, **RANKS) as llm,
+    ):
 
         def check(cached, **options):
             llm.reset_prefix_cache()

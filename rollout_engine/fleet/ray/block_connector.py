@@ -162,8 +162,12 @@ class _OwnBlocks:
 
     def gauges(self) -> dict[str, float]:
         """Blocks and bytes now, by their names in `KVConnectorStats`."""
-        sizes = dict(num_blocks=len(self._blocks), num_bytes=self._num_bytes, max_bytes=self.max_bytes)
-        return sizes | dict(num_evicted=self._num_evicted)
+        return dict(
+            num_blocks=len(self._blocks),
+            num_bytes=self._num_bytes,
+            max_bytes=self.max_bytes,
+            num_evicted=self._num_evicted,
+        )
 
     def write(self, key: bytes, data: bytes) -> bool:
         """Put a block, and forget those saved first for its room; False if an engine has it. Raises Ray's errors."""
