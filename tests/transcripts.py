@@ -5,7 +5,7 @@ and `response`, a shape. The shape of an object is an object of shapes; of a lis
 of events, `{"events": [shape of any event], "done": whether [DONE] came}`; of any other value, the name of its type
 ("string", "number", "boolean", "null"). A value that comes in several shapes has `{"any of": [...]}`; an object keyed
 by tokens has the one key "*". `$CHECKPOINT` in a body stands for the directory of the model that is served. A body that
-is no text is `{"$base64": ...}`. The n-th session that a client opened is the n-th of `SESSION_IDS` wherever it is named.
+is no text is `{"$base64": ...}`. The n-th session of a client has the n-th of `SESSION_IDS` as its id.
 """
 
 import base64
@@ -158,7 +158,10 @@ def with_sessions(data: bytes, names: dict[bytes, bytes]) -> bytes:
 
 
 def replay(send: Callable[..., Any], call: dict[str, Any], sessions: dict[bytes, bytes]) -> Any:
-    """Send a recorded request by `send(method, path, **options)`; the response. `sessions`: of these, it opened so far."""
+    """Send a recorded request by `send(method, path, **options)`; the response.
+
+    `sessions`: ids of the recorded sessions that were opened so far -> those of the new ones.
+    """
     path, body = with_sessions(call["path"].encode(), sessions).decode(), call["body"]
     if isinstance(body, dict) and body.keys() == {"$base64"}:
         response = send(call["method"], path, content=with_sessions(base64.b64decode(body["$base64"]), sessions))
@@ -183,7 +186,9 @@ def save(name: str, client: str, calls: list[dict[str, Any]]) -> None:
     """Write a transcript to the folder that the quick test replays."""
     kept: list[dict[str, Any]] = []
     for call in calls:
-        if not kept or call["path"].startswith("/api/v1/") or _kind(kept[-1]) != _kind(call):  # Tinker's build on others
+        if (
+            not kept or call["path"].startswith("/api/v1/") or _kind(kept[-1]) != _kind(call)
+        ):  # Tinker's build on others
             kept.append(call)
     lines = ",\n".join(json.dumps(call) for call in kept)
     FOLDER.joinpath(f"{name}.json").write_text(f'{{"client": {json.dumps(client)}, "calls": [\n{lines}\n]}}\n')

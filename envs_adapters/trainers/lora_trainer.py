@@ -1,7 +1,7 @@
 """Trains LoRA adapters of a served model on the CPU, with the engine's own arithmetic: a `LoraTrainer`.
 
-Log-probs in training are the sampler's bit for bit. The base is loaded once more than the engine has loaded it; an adapter
-takes its matrices, their gradients and two moments, all float32.
+Log-probs in training are the sampler's bit for bit. The base is loaded a second time. An adapter takes its matrices,
+their gradients and two moments, all float32.
 """
 
 import json
@@ -146,7 +146,9 @@ class ExactLoraTrainer:
         tensors = load_file(directory / _TENSORS)
         shapes = {key: list(each.shape) for key, each in adapter.parameters.items()}
         if {key: list(each.shape) for key, each in tensors.items()} != shapes:
-            raise RequestError.for_field("path", str(directory), "a checkpoint of an adapter of the same layers and rank")
+            raise RequestError.for_field(
+                "path", str(directory), "a checkpoint of an adapter of the same layers and rank"
+            )
         moments = load_file(directory / _OPTIMIZER) if optimizer else {}
         with torch.no_grad():
             for key, parameter in adapter.parameters.items():

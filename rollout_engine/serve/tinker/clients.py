@@ -1,7 +1,7 @@
 """The clients of Tinker's protocol: a session each, its samplers, and the one adapter that it may train.
 
-A session is ended by its client, or after `ServeOptions.tinker_idle_seconds` without a request; the SDK sends a heartbeat
-every 10 seconds. Its adapter and its requests end with it; checkpoints stay.
+A session is ended by its client, or after `ServeOptions.tinker_idle_seconds` without a request; the SDK sends
+a heartbeat every 10 seconds. Its adapter and its requests end with it; checkpoints stay.
 """
 
 import time

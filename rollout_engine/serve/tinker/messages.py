@@ -94,7 +94,8 @@ def _write_likeliest(ids: np.ndarray, logprobs: np.ndarray, first: int = 0) -> b
 def pass_message(arrays: Mapping[str, Sequence[np.ndarray]], metrics: Mapping[str, float]) -> bytes:
     """The result of a pass as a ForwardBackwardOutput: float32 [T] of each example, by name, and metrics."""
     fields = b"".join(
-        bytes_field(2, bytes_field(1, name.encode()) + bytes_field(2, _batch_arrays(each))) for name, each in arrays.items()
+        bytes_field(2, bytes_field(1, name.encode()) + bytes_field(2, _batch_arrays(each)))
+        for name, each in arrays.items()
     )
     num_examples = len(next(iter(arrays.values())))
     kind = bytes_field(1, b"TensorRecord")

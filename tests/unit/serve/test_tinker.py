@@ -82,7 +82,10 @@ def test_sessions_are_bounded_and_end(app, tinker):
     tinker.post("session_heartbeat", {"session_id": tinker.session})
     app.served.tinker.clients.get(tinker.session).heard_at -= 901
     app.served.tinker._sweep_at = 0.0
-    assert "tinker_idle_seconds" in tinker.post("session_heartbeat", {"session_id": tinker.session}, status=410)["error"]["message"]
+    assert (
+        "tinker_idle_seconds"
+        in tinker.post("session_heartbeat", {"session_id": tinker.session}, status=410)["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,10 @@ def test_a_pass_is_that_of_the_exact_trainer(app, checkpoint, tinker):
     ours = {key: each.grad.clone() for key, each in trainer._adapters[model].parameters.items()}
     twin = PeftModel(exact.load(checkpoint, "float32"), ("q_proj", "k_proj", "v_proj", "o_proj"), rank=4, alpha=32)
     values = {key: each.detach() for key, each in trainer._adapters[model].parameters.items()}
-    state = {key.replace("base_model.model.", "base_model.model.", 1).replace(".weight", ".default.weight"): v for key, v in values.items()}
+    state = {
+        key.replace("base_model.model.", "base_model.model.", 1).replace(".weight", ".default.weight"): v
+        for key, v in values.items()
+    }
     assert not twin.load_state_dict(state, strict=False).unexpected_keys
     exact.enable(twin)
     expected_loss = 0.0
@@ -96,7 +99,9 @@ def test_log_probs_in_training_are_the_samplers_after_every_step(tinker, loss):
                 examples.append(rl_example(prompt, tokens, logprobs, 1.0 - 2 * i))
                 sampled.append(logprobs)
         found, value = tinker.run(model, seq_id := seq_id + 1, examples, loss)
-        assert [each[-len(s) :].tobytes() for each, s in zip(found, sampled, strict=True)] == [s.tobytes() for s in sampled]
+        assert [each[-len(s) :].tobytes() for each, s in zip(found, sampled, strict=True)] == [
+            s.tobytes() for s in sampled
+        ]
         assert value == -sum(sum(inputs["advantages"]) for _, inputs in examples)  # every ratio is 1
         assert tinker.step(model, seq_id := seq_id + 1)["metrics"]["unclipped_grad_l2:mean"] > 0
 
@@ -164,7 +169,11 @@ def test_a_step_behind_a_pass_that_failed_is_refused(tinker):
 
 
 def test_what_is_not_trained_is_refused(tinker):
-    refused = tinker.post("create_model", {"session_id": tinker.session, "model_seq_id": 5, "base_model": "tiny", "lora_config": {"rank": 999}}, 400)
+    refused = tinker.post(
+        "create_model",
+        {"session_id": tinker.session, "model_seq_id": 5, "base_model": "tiny", "lora_config": {"rank": 999}},
+        400,
+    )
     assert "max_lora_rank" in refused["error"]["message"]
     model = tinker.model()
     body = {"session_id": tinker.session, "model_seq_id": 1, "base_model": "tiny"}

@@ -24,7 +24,11 @@ class TinkerClient:
     def sampler(self, **source):
         """The id of a new sampler."""
         self.num_samplers += 1
-        body = {"session_id": self.session, "sampling_session_seq_id": self.num_samplers, **(source or {"base_model": "tiny"})}
+        body = {
+            "session_id": self.session,
+            "sampling_session_seq_id": self.num_samplers,
+            **(source or {"base_model": "tiny"}),
+        }
         return self.post("create_sampling_session", body)["sampling_session_id"]
 
     def ask(self, sampler, token_ids, num_samples=1, *, status=200, seq_id=None, params=None, **more):
@@ -32,7 +36,12 @@ class TinkerClient:
         self.num_sent += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": token_ids}]}
         settings = {"max_tokens": 4, "seed": 7, "temperature": 1.0, "top_k": -1, "top_p": 1.0, **(params or {})}
-        body = {"sampling_session_id": sampler, "seq_id": seq_id or self.num_sent, "prompt": prompt, "num_samples": num_samples}
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq_id or self.num_sent,
+            "prompt": prompt,
+            "num_samples": num_samples,
+        }
         return self.post("asample", body | {"sampling_params": settings, "type": "sample", **more}, status)
 
     def result(self, ticket):
@@ -51,7 +60,12 @@ class TinkerClient:
 
     def model(self, **config):
         """Begin an adapter; its id."""
-        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4, "seed": 1, **config}}
+        body = {
+            "session_id": self.session,
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": 4, "seed": 1, **config},
+        }
         return self.result(self.post("create_model", body))["model_id"]
 
     def run(self, model, seq_id, examples, loss="cross_entropy", **more):
@@ -72,9 +86,12 @@ class TinkerClient:
         """The response to a pass; `examples`: pairs of token ids and inputs by name."""
         data = b"".join(bytes_field(3, example(*each)) for each in examples)
         settings = b"".join(
-            bytes_field(5, bytes_field(1, name.encode()) + double_field(2, value)) for name, value in (config or {}).items()
+            bytes_field(5, bytes_field(1, name.encode()) + double_field(2, value))
+            for name, value in (config or {}).items()
         )
-        body = bytes_field(1, model.encode()) + number_field(2, seq_id) + data + bytes_field(4, loss.encode()) + settings
+        body = (
+            bytes_field(1, model.encode()) + number_field(2, seq_id) + data + bytes_field(4, loss.encode()) + settings
+        )
         body += number_field(6, int(forward_only))
         return self.client.send("POST", "/api/v1/forward_backward", content=body)
 
