@@ -11,6 +11,7 @@ is the largest difference between log-probs of the same tokens in training and i
 import argparse
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tinker
@@ -62,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 class Task:
     """Words to be spelled backwards."""
 
-    def __init__(self, tokenizer: tinker.PreTrainedTokenizer) -> None:  # type: ignore[name-defined]
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def prompt(self, word: str) -> list[int]:

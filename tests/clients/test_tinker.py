@@ -13,11 +13,12 @@ import tinker  # noqa: E402
 import torch  # noqa: E402
 from tinker import types  # noqa: E402
 
-from rollout_engine import LoRARequest, SamplingParams  # noqa: E402
+from rollout_engine import SamplingParams  # noqa: E402
 from rollout_engine.rollouts.tinker import lora_trainer  # noqa: E402
 from rollout_engine.serve.options import ServeOptions  # noqa: E402
 from rollout_engine.serve.server import HttpServer  # noqa: E402
 from tests.transcripts import recording, save  # noqa: E402
+from tests.unit.serve.tinker_client import own_output  # noqa: E402
 
 CLIENT = "tinker"
 PROMPT = [5, 6, 7, 8]
@@ -73,7 +74,7 @@ def test_samples_and_their_log_probs_are_the_engines(service, policy):
     asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
     found = sampler.sample(types.ModelInput.from_ints(PROMPT), 2, settings, **asked).result()
     params = SamplingParams(n=2, max_tokens=6, seed=11, temperature=0.7, logprobs=2, prompt_logprobs=3)
-    [output] = policy.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    output = own_output(policy, PROMPT, params)
     for sequence, expected in zip(found.sequences, output.outputs, strict=True):
         assert sequence.tokens == expected.token_ids and sequence.stop_reason in ("stop", "length")
         assert sequence.logprobs_np.tobytes() == expected.logprobs.tobytes()
@@ -160,7 +161,7 @@ def test_states_are_saved_and_loaded(service, url, policy):
     settings = types.SamplingParams(max_tokens=5, temperature=0.0)
     [sequence] = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, settings).result().sequences
     params = SamplingParams(max_tokens=5, temperature=0.0)
-    [output] = policy.generate([{"prompt_token_ids": PROMPT}], params, lora_request=LoRARequest(named), use_tqdm=False)
+    output = own_output(policy, PROMPT, params, named)
     assert sequence.tokens == output.outputs[0].token_ids
     rest = service.create_rest_client()
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4

@@ -30,11 +30,11 @@ class Pending:
 
     def __init__(self, client_id: str, request_id: str) -> None:
         self.client_id, self.request_id = client_id, request_id
-        self.outcome: Future[Any] = Future()
-        """Set once the work is done, on any thread."""
+        self.outcome: Future[tuple[Any, BaseException | None]] = Future()
+        """A value or an error, once the work is done, on any thread."""
         self.outcome.set_running_or_notify_cancel()  # so that a poll that ends cancels nothing
         self.finish: Callable[[Any], Reply] = Reply
-        """Makes the reply of the outcome's value; called once."""
+        """Makes the reply of a value; called once."""
         self.abandon: Callable[[], object] = int
         """Stops the work of a request that is not wanted any more."""
         self.reply: Reply | None = None
@@ -49,7 +49,10 @@ class Pending:
         """The reply of a request that is done; an error in the form that Tinker's SDK raises."""
         if self.reply is None:
             try:
-                self.reply = self.finish(self.outcome.result())
+                value, problem = self.outcome.result()
+                if problem is not None:
+                    raise problem
+                self.reply = self.finish(value)
             except Exception as problem:
                 self.reply = _write_failure(problem)
         return self.reply

@@ -123,7 +123,7 @@ def _add(
 
     def wake(_: Stream) -> None:
         if not pending.outcome.done():
-            pending.outcome.set_result(None)
+            pending.outcome.set_result((None, None))
 
     frontend, prompt = served.engine.frontend, {"prompt_token_ids": token_ids}
     if adapter is None:

@@ -116,8 +116,8 @@ class TinkerService:
                 result = work()
             except BaseException as problem:
                 if pending is not None:
-                    pending.outcome.set_exception(problem)
+                    pending.outcome.set_result((None, problem))
             else:
                 if pending is not None:
-                    pending.outcome.set_result(result)
+                    pending.outcome.set_result((result, None))
             del job, pending, work

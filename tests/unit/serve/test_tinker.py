@@ -8,7 +8,7 @@ from rollout_engine.serve.app import App
 from rollout_engine.serve.options import ServeOptions
 
 from .conftest import Client
-from .tinker_client import TinkerClient
+from .tinker_client import TinkerClient, fields, own_output
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -25,7 +25,7 @@ def tinker(app):
 
 def test_samples_are_the_engines_own(policy, tinker):
     params = SamplingParams(n=2, max_tokens=4, seed=7, logprobs=0)
-    [output] = policy.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    output = own_output(policy, PROMPT, params)
     found, message = tinker.sample(tinker.sampler(), PROMPT, 2)
     assert [ids for ids, _ in found] == [each.token_ids for each in output.outputs]
     for (_, logprobs), each in zip(found, output.outputs, strict=True):
@@ -35,13 +35,11 @@ def test_samples_are_the_engines_own(policy, tinker):
 
 def test_log_probs_of_the_prompt_are_those_of_its_last_tokens_if_asked(policy, tinker):
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-    [output] = policy.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    output = own_output(policy, PROMPT, params)
     asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_logprobs_last_n": 3}
     (_, message) = tinker.sample(tinker.sampler(), PROMPT, **asked)
     values = np.frombuffer(message[2][0], "<f4")
     assert np.isnan(values[:2]).all() and np.array_equal(values[2:], output.prompt_logprobs[2:])
-    from .tinker_client import fields
-
     top = fields(message[3][0])
     ids, logprobs = (np.frombuffer(top[k][0], t).reshape(5, 2) for k, t in ((1, "<i4"), (2, "<f4")))
     assert top[3] == [2] and top[4] == [5]

@@ -84,7 +84,7 @@ def test_a_pass_is_that_of_the_exact_trainer(app, checkpoint, tinker):
     theirs = {key.replace(".default", ""): p.grad for key, p in twin.named_parameters() if p.grad is not None}
     assert theirs.keys() == {key for key in ours}
     for key, grad in ours.items():
-        torch.testing.assert_close(grad, theirs[key], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grad, theirs[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])

@@ -1,9 +1,11 @@
 """A client of Tinker's protocol for tests: what its SDK sends, and its messages read back."""
 
+import asyncio
 import struct
 
 import numpy as np
 
+from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.tinker.protobuf import bytes_field, double_field, number_field, read_message
 
 
@@ -99,6 +101,18 @@ class TinkerClient:
         """The result of a step of the optimizer."""
         params = {"learning_rate": 0.01, **adam}
         return self.result(self.post("optim_step", {"model_id": model, "seq_id": seq_id, "adam_params": params}))
+
+
+def own_output(policy, token_ids, params, lora=None):
+    """The engine's own result for a prompt."""
+    prompt = {"prompt_token_ids": token_ids} | ({} if lora is None else {"lora_request": lora})
+
+    async def ask():
+        async for output in AsyncLLM.from_engine(policy).generate(prompt, params):
+            if output.finished:
+                return output
+
+    return asyncio.run(ask())
 
 
 def example(token_ids, inputs):
