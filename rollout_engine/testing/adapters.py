@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rollout_engine.base.lora_request import LoRARequest
-from sync.digests import tensor_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -46,7 +45,7 @@ def save_adapter(directory: str | Path, adapter: LoRARequest, **config: Any) -> 
     assert adapter.tensors is not None, "it has its values in memory"
     header, data = {}, b""
     for name, tensor in adapter.tensors.items():
-        start, data = len(data), data + bytes(tensor_bytes(tensor.contiguous()))
+        start, data = len(data), data + tensor.contiguous().view(torch.uint8).numpy().tobytes()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -1,6 +1,7 @@
 """A check that an engine has released everything once its requests have ended."""
 
-from rollout_engine.engine.local_client import LocalClient
+from typing import Any
+
 from rollout_engine.faces.llm_engine import LLMEngine
 
 
@@ -10,8 +11,8 @@ def assert_clean(engine: LLMEngine) -> None:
     engine.check_integrity()
     usage = engine.get_cache_usage()
     assert usage == 0, f"{usage:.1%} of the KV blocks are still referenced"
-    client = engine.frontend.client
-    assert isinstance(client, LocalClient), "the runner of another process cannot be looked at"
+    client: Any = engine.frontend.client
+    assert hasattr(client, "driver"), "the runner of another process cannot be looked at"
     while client.driver.core.has_unfinished_requests():  # tokens that drafts brought behind a stop string
         engine.step()
     engine.step()  # lets the runner forget ended sequences

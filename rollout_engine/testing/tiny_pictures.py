@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
@@ -349,6 +348,8 @@ def tiny_vision_checkpoint(directory: str | Path, family: str = "qwen3_vl", **kw
 
 def name_as_published(file: Path) -> None:
     """Rename tensors of a kimi_k25: transformers 5.23 saves the "layers" of published ones as "blocks"."""
+    from safetensors.torch import load_file, save_file
+
     before, after = (f"language_model.model.{name}" for name in ("blocks", "layers"))
     tensors = {name.replace(before, after): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})

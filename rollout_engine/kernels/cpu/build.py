@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from rollout_engine.kernels.cpu.recipes import (
-    COMPILER,
+    COMPILER as COMPILER,
+)
+from rollout_engine.kernels.cpu.recipes import (
     PREBUILT,
     Recipe,
     compile_sources,
