@@ -57,9 +57,13 @@ class OpenBytes:
 def read_body(route: Route, data: bytes, query: str) -> Any:
     """The request's fields: the JSON object of its body, over those of its query. An empty body is an empty object.
 
+    A raw body is returned as it is.
+
     Fields that change nothing here are left out, as are fields that ask for nothing. Raises `HttpProblem` 400 for any
     other unknown field, for a wrong type, and for malformed JSON.
     """
+    if route.is_raw:
+        return data
     if route.body is None:
         return None
     _check_values(data)

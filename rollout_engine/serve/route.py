@@ -14,7 +14,7 @@ from rollout_engine.base.threads import run_in_thread
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Dialect: TypeAlias = Literal["openai", "vllm", "sglang", "anthropic"]
+Dialect: TypeAlias = Literal["openai", "vllm", "sglang", "anthropic", "tinker"]
 
 
 LONG_BYTES = 1 << 12
@@ -140,6 +140,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's verb that it calls; "" if the server answers without one."""
     body: type[msgspec.Struct] | None = None
     """Type of the JSON of its body, or of its query: `body_of` the handler, or a struct that it takes whole."""
+    is_raw: bool = False
+    """Whether the handler gets the bytes of its body, which need not be JSON."""
     is_large: bool = False
     """Whether its body may hold weights, and so exceed `ServeOptions.max_body_bytes`."""
     ignored: frozenset[str] = frozenset()
@@ -156,3 +158,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         """Have the handler answer a request. `served`: the `Served` engine."""
         fields = {} if self.body is None or self.body is not body_of(self.handler) else structs.asdict(asked.body)
         return await self.handler(served, asked, **fields)
+
+
+def route_rows(
+    methods: str, paths: str, dialect: Dialect, who: str, handler: Handler, verb: str = "", **more: Any
+) -> list[Route]:
+    """The rows of a handler: one for each of its paths. `who`: "anyone", "client" or "admin"."""
+    more.setdefault("body", body_of(handler))
+    common: dict[str, Any] = {"methods": tuple(methods.split()), "dialect": dialect, "access": _WHO[who], "verb": verb}
+    return [Route(path=path, handler=handler, **common, **more) for path in paths.split()]
+
+
+_WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}

@@ -14,27 +14,17 @@ from rollout_engine.serve.openai import chat, completions, models, response_body
 from rollout_engine.serve.pooling import embeddings, scores
 from rollout_engine.serve.pooling.call import IGNORED as POOLING_IGNORED
 from rollout_engine.serve.pooling.call import PEERS as POOLING_PEERS
-from rollout_engine.serve.route import Access, Dialect, Handler, Route, body_of
+from rollout_engine.serve.route import Route
+from rollout_engine.serve.route import route_rows as _rows
 from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
 from rollout_engine.serve.sessions import handlers as sessions
 from rollout_engine.serve.sglang import control as sglang
 from rollout_engine.serve.sglang import generate as sglang_generate
 from rollout_engine.serve.vllm import control, inference, sequence_logprobs
 
-_WHO = {"anyone": Access.ANYONE, "client": Access.CLIENT, "admin": Access.ADMIN}
 _GENERATION: dict[str, Any] = {"ignored": IGNORED, "neutral": SAMPLING_PEERS}
 _POOLING: dict[str, Any] = {"ignored": POOLING_IGNORED, "neutral": POOLING_PEERS}
 _CHAT: dict[str, Any] = {"ignored": IGNORED, "neutral": {**SAMPLING_PEERS, **CHAT_PEERS}}
-
-
-def _rows(
-    methods: str, paths: str, dialect: Dialect, who: str, handler: Handler, verb: str = "", **more: Any
-) -> list[Route]:
-    """The rows of a handler: one for each of its paths."""
-    more.setdefault("body", body_of(handler))
-    common: dict[str, Any] = {"methods": tuple(methods.split()), "dialect": dialect, "access": _WHO[who], "verb": verb}
-    return [Route(path=path, handler=handler, **common, **more) for path in paths.split()]
-
 
 # fmt: off
 ROUTES: tuple[Route, ...] = (
