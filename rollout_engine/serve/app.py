@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from rollout_engine.base.errors import RolloutEngineError, did_you_mean
+from rollout_engine.base.lora_training import LoraTrainer
 from rollout_engine.base.threads import run_in_thread
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.faces.verb_methods import Face
@@ -49,10 +50,11 @@ class App:
 
     Args:
         engine: any face. One whose steps its own callers compute gets a thread that computes them.
+        trainer: of adapters, for clients of Tinker's protocol (`rollouts.tinker.lora_trainer`).
     """
 
-    def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
-        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions(), ROUTES)
+    def __init__(self, engine: Face, options: ServeOptions | None = None, trainer: LoraTrainer | None = None) -> None:
+        self.served = Served(AsyncLLM.from_engine(engine), options or ServeOptions(), ROUTES, trainer)
         self.guard = Guard(self.served.options)
         self.open_bytes = OpenBytes(self.served.options.max_open_body_bytes)
         self._routes: dict[str, dict[str, Route]] = {}

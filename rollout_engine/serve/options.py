@@ -94,6 +94,15 @@ class ServeOptions(UserStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     session_retry_seconds: Seconds = 60.0
     """How long after its end an answer is given to further copies of its request."""
 
+    tinker: str | None = None
+    """Directory of the checkpoints of Tinker's clients (docs/tinker.md). None: the protocol is not spoken."""
+    tinker_clients: Positive = 64
+    """Sessions of Tinker's clients at once; each may train one adapter. Another one is answered 429, until one ends."""
+    tinker_waiting: Positive = 4_096
+    """Requests of one session whose results it has not retrieved. Another is answered 429: the SDK sends it again."""
+    tinker_idle_seconds: Seconds = 900.0
+    """After so long without a request or a heartbeat a session ends, and its adapter with it; checkpoints stay."""
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""

@@ -20,6 +20,7 @@ from rollout_engine.serve.sampling import CHAT_PEERS, IGNORED, SAMPLING_PEERS
 from rollout_engine.serve.sessions import handlers as sessions
 from rollout_engine.serve.sglang import control as sglang
 from rollout_engine.serve.sglang import generate as sglang_generate
+from rollout_engine.serve.tinker.rows import TINKER_ROUTES
 from rollout_engine.serve.vllm import control, inference, sequence_logprobs
 
 _GENERATION: dict[str, Any] = {"ignored": IGNORED, "neutral": SAMPLING_PEERS}
@@ -130,6 +131,8 @@ ROUTES: tuple[Route, ...] = (
     *_rows("POST", "/weights_checker", "sglang", "admin", weights.weight_checker, "collective_rpc"),
     *_rows("POST", "/load_lora_adapter_from_tensors", "sglang", "admin", adapters.load_lora_from_tensors, "add_lora",
            ignored=adapters.IGNORED, neutral=adapters.PEERS, is_large=True),
+
+    *TINKER_ROUTES,
 )
 # fmt: on
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
+from rollout_engine.base.lora_training import LoraTrainer
 from rollout_engine.base.outputs import TokenTexts
 from rollout_engine.faces.async_llm import AsyncLLM
 from rollout_engine.serve.media.reader import MediaReader
@@ -13,6 +14,7 @@ from rollout_engine.serve.problems import HttpProblem
 from rollout_engine.serve.route import Route
 from rollout_engine.serve.sampling import SettingsReader
 from rollout_engine.serve.sessions.served_sessions import ServedSessions
+from rollout_engine.serve.tinker.service import TinkerService
 from rollout_engine.serve.version_names import VersionNames
 from rollout_engine.text.formats.answer import AnswerFormat
 from rollout_engine.text.formats.choose import answer_format
@@ -25,7 +27,13 @@ from rollout_engine.text.tokenizer import TextCodec
 class Served:
     """One engine and its server's state; everything here is used on the event loop alone."""
 
-    def __init__(self, engine: AsyncLLM, options: ServeOptions, routes: Sequence[Route] = ()) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        options: ServeOptions,
+        routes: Sequence[Route] = (),
+        trainer: LoraTrainer | None = None,
+    ) -> None:
         self.engine, self.options, self.routes = engine, options, routes
         self.model = options.served_model_name or engine.frontend.client.info.config.model
         self.model_path = engine.frontend.client.info.config.model
@@ -44,6 +52,7 @@ class Served:
         self.media = MediaReader(options, inputs.read_image, most)
         self.updates = PendingUpdate(engine)
         self.sessions = ServedSessions(options)
+        self.tinker = TinkerService(options, trainer)
         self.versions = VersionNames(lambda: self.weight_version)
         """Texts that clients have given versions."""
         self.known_digests: dict[str, str] | None = None

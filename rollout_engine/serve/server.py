@@ -6,6 +6,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from rollout_engine.base.errors import ConfigError
+from rollout_engine.base.lora_training import LoraTrainer
 from rollout_engine.base.threads import start_thread
 from rollout_engine.faces.verb_methods import Face
 from rollout_engine.serve.app import App
@@ -25,9 +26,12 @@ class HttpServer:
     The engine is its owner's to shut down.
     """
 
-    def __init__(self, engine: Face, options: ServeOptions | None = None) -> None:
-        """Listen. Raises `ConfigError` for an address that cannot be had, and without the extra `server`."""
-        self.app = App(engine, options)
+    def __init__(self, engine: Face, options: ServeOptions | None = None, trainer: LoraTrainer | None = None) -> None:
+        """Listen. Raises `ConfigError` for an address that cannot be had, and without the extra `server`.
+
+        `trainer`: of adapters, for clients of Tinker's protocol.
+        """
+        self.app = App(engine, options, trainer)
         self.options = self.app.served.options
         self._socket = _listening(self.options)
         host, port = self._socket.getsockname()[:2]
@@ -38,7 +42,10 @@ class HttpServer:
 
     def run(self) -> None:
         """Serve until SIGTERM or Ctrl-C, which let open requests end first, or until `stop`."""
-        self._server.run(sockets=[self._socket])
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self.app.served.tinker.close()
 
     def start(self) -> "HttpServer":
         """Serve on a thread, until `stop` or the end of this process. Returns this server once it answers."""

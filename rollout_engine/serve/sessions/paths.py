@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from rollout_engine.serve.tinker.paths import read_tinker_path
+
 PREFIX = "/sessions"
 _OWN = frozenset(("", "/rows", "/reward"))
 _APIS = frozenset(
@@ -16,7 +18,7 @@ class Reached(NamedTuple):
     path: str
     """Its path in the route table."""
     session_id: str = ""
-    """The session in the path; "" for none."""
+    """The session in the path, or what else stands for {id}; "" for none."""
     by_agent: bool = False
     """Whether the session's own key opens it, and that alone."""
 
@@ -24,7 +26,7 @@ class Reached(NamedTuple):
 def read_path(path: str) -> Reached:
     """Find the route of a path. An unknown one below a session is returned as it is: the table has no such route."""
     if not path.startswith(PREFIX + "/"):
-        return Reached(path)
+        return Reached(*read_tinker_path(path))
     session_id, slash, rest = path[len(PREFIX) + 1 :].partition("/")
     rest = (slash + rest).rstrip("/")
     if session_id and rest in _OWN:

@@ -1,0 +1,1 @@
+"""Tinker's protocol: sampling, and training of LoRA adapters, by futures that clients poll."""
