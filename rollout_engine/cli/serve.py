@@ -1,9 +1,10 @@
-"""Serves a model over HTTP, in the dialects of OpenAI, Anthropic, vLLM and SGLang.
+"""Serves a model over HTTP, in the dialects of OpenAI, Anthropic, vLLM, SGLang and Tinker.
 
     rollout-engine serve Qwen/Qwen3-0.6B
     rollout-engine serve path/of/checkpoint --port 8000 --replicas 2 dtype=bfloat16 max_model_len=4096
     rollout-engine serve path/of/checkpoint --chat-template template.jinja
     rollout-engine serve path/of/checkpoint --allow-media images.example.org --allow-media-dir /data/images
+    rollout-engine serve path/of/checkpoint --tinker runs/tinker
     rollout-engine serve path/of/checkpoint --host 0.0.0.0 --api-key KEY --admin-key OTHER_KEY
 
 It listens on this machine alone unless --host says otherwise, which needs both keys. SIGTERM and Ctrl-C let open
@@ -18,6 +19,7 @@ from rollout_engine.base.errors import ConfigError
 from rollout_engine.cli.overrides import add_overrides, parse_overrides
 from rollout_engine.cli.terminal import announce, number_of
 from rollout_engine.faces.async_llm import AsyncLLM
+from rollout_engine.rollouts.tinker import lora_trainer
 from rollout_engine.serve.options import ServeOptions
 from rollout_engine.serve.server import HttpServer, check_server
 
@@ -39,6 +41,9 @@ _LIMITS: dict[str, type[int] | type[float]] = {
     "all_sessions_bytes": int,
     "session_turns": int,
     "session_retry_seconds": float,
+    "tinker_clients": int,
+    "tinker_waiting": int,
+    "tinker_idle_seconds": float,
 }
 """Options that bound the resources of clients."""
 
@@ -59,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-request-chat-template", action="store_true", help="requests may bring a chat_template, a program"
     )
     parser.add_argument("--sessions", action="store_true", help="keep sessions of agents as training rows")
+    parser.add_argument("--tinker", metavar="DIR", help="sample and train for Tinker's clients; DIR has checkpoints")
     parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages whose scripts may call")
     for name, value in {"allow_media": "HOST", "allow_media_dir": "DIR"}.items():
         described = f"as ServeOptions.{name}; may be given many times (none)"
@@ -89,6 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
         served_model_name=arguments.served_model_name,
         trust_request_chat_template=arguments.trust_request_chat_template,
         sessions=arguments.sessions,
+        tinker=arguments.tinker,
         allowed_origins=arguments.allowed_origins,
         allow_media=arguments.allow_media,
         allow_media_dir=arguments.allow_media_dir,
@@ -101,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     with announce(f"starting {number_of(arguments.replicas, 'replica')} of {arguments.model}"):
         engine = AsyncLLM(arguments.model, num_replicas=arguments.replicas, **overrides.engine)
     try:
-        server = HttpServer(engine, options)
+        server = HttpServer(engine, options, None if options.tinker is None else lora_trainer(engine))
         print(f"{server.url} serves {server.app.served.model}", flush=True)
         server.run()
     finally:
