@@ -48,10 +48,14 @@ test-trainers: build/trainers/installed build/verl/installed
 
 # Clients of the HTTP server, unmodified. With RECORD=1 their requests become the transcripts that `make test` replays.
 # What they leave unclosed, and what they use that is deprecated, is theirs.
-test-clients: build/clients/installed
+# Tinker's cookbook excludes this engine's packages: its server runs in the environment of Tinker's SDK.
+test-clients: build/clients/installed build/cookbook/installed
 	set -e; for client in build/clients/*/bin/python; do \
 		$$client -m pytest -W ignore::ResourceWarning -W ignore::DeprecationWarning -W ignore::FutureWarning tests/clients; \
 	done
+	ROLLOUT_ENGINE_PYTHON=$(CURDIR)/build/clients/tinker/bin/python \
+		build/cookbook/bin/python -m pytest --noconftest --override-ini faulthandler_timeout=3600 \
+		tests/clients/test_tinker_cookbook.py
 
 # Pages in a headless Chromium, which the system has to have; without one the tests are skipped.
 test-browser: build/browser/installed
@@ -151,6 +155,9 @@ build/verl/installed: tests/trainers/make_verl.sh tests/trainers/constraints-ver
 build/clients/installed: tests/clients/make_clients.sh tests/make_environment.sh pyproject.toml \
 		$(wildcard tests/clients/constraints-*.txt)
 	PYTHON=$(PYTHON) tests/clients/make_clients.sh build/clients
+
+build/cookbook/installed: tests/clients/make_cookbook.sh tests/clients/constraints-cookbook.txt
+	PYTHON=$(PYTHON) tests/clients/make_cookbook.sh build/cookbook
 
 build/browser/installed: tests/browser/make_browser.sh tests/browser/constraints-browser.txt tests/make_environment.sh pyproject.toml
 	PYTHON=$(PYTHON) tests/browser/make_browser.sh build/browser

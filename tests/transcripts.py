@@ -4,11 +4,13 @@ A file is JSON: `client` (name and version) and `calls`, each with `method`, `pa
 and `response`, a shape. The shape of an object is an object of shapes; of a list, `[shape of any element]`; of a stream
 of events, `{"events": [shape of any event], "done": whether [DONE] came}`; of any other value, the name of its type
 ("string", "number", "boolean", "null"). A value that comes in several shapes has `{"any of": [...]}`; an object keyed
-by tokens has the one key "*". `$CHECKPOINT` in a body stands for the directory of the model that is served.
+by tokens has the one key "*". `$CHECKPOINT` in a body stands for the directory of the model that is served. A body that
+is no text is `{"$base64": ...}`. The n-th session of a client has the n-th of `SESSION_IDS` as its id.
 """
 
+import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ FOLDER = Path(__file__).parent / "unit" / "serve" / "transcripts"
 _TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }} by <tool_call>{% endfor %}"
 _CALLS = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
 _KEYED_BY_TOKENS = ("top_logprobs", "prompt_logprobs")
+SESSION_IDS = [f"{n:032d}" for n in range(1, 100)]
+"""As long as the server's own, so that they can take their places in messages too."""
+_OPENS_SESSION = "/api/v1/create_session"
 _TYPES = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
 
 
@@ -108,6 +113,7 @@ def response_shape(content_type: str, data: bytes) -> Any:
 def recording(checkpoint: Path) -> Iterator[list[dict[str, Any]]]:
     """Record the calls of every `App` in this process. A call whose shape is its predecessor's is left out."""
     calls: list[dict[str, Any]] = []
+    sessions: dict[bytes, bytes] = {}
     answer = App.__call__
 
     async def record(self: App, scope: Any, receive: Any, send: Any) -> None:
@@ -132,8 +138,10 @@ def recording(checkpoint: Path) -> Iterator[list[dict[str, Any]]]:
             await answer(self, scope, hear, tell)
         finally:
             headers = dict(head.get("headers", ()))
-            text = bytes(asked).decode().replace(str(checkpoint), "$CHECKPOINT")
-            call["body"] = json.loads(text) if text else None
+            call["path"] = with_sessions(call["path"].encode(), sessions).decode()
+            call["body"] = _write_body(with_sessions(bytes(asked), sessions), checkpoint)
+            if scope["path"] == _OPENS_SESSION:
+                sessions[json.loads(said)["session_id"].encode()] = SESSION_IDS[len(sessions)].encode()
             call["status"] = head.get("status")
             call["response"] = response_shape(headers.get(b"content-type", b"").decode(), bytes(said))
 
@@ -142,11 +150,45 @@ def recording(checkpoint: Path) -> Iterator[list[dict[str, Any]]]:
         yield calls
 
 
+def with_sessions(data: bytes, names: dict[bytes, bytes]) -> bytes:
+    """The same with other names of sessions, each as long as the one that it replaces."""
+    for name, other in names.items():
+        data = data.replace(name, other)
+    return data
+
+
+def replay(send: Callable[..., Any], call: dict[str, Any], sessions: dict[bytes, bytes]) -> Any:
+    """Send a recorded request by `send(method, path, **options)`; the response.
+
+    `sessions`: ids of the recorded sessions that were opened so far -> those of the new ones.
+    """
+    path, body = with_sessions(call["path"].encode(), sessions).decode(), call["body"]
+    if isinstance(body, dict) and body.keys() == {"$base64"}:
+        response = send(call["method"], path, content=with_sessions(base64.b64decode(body["$base64"]), sessions))
+    else:
+        named = body and json.loads(with_sessions(json.dumps(body).encode(), sessions))
+        response = send(call["method"], path, named)
+    if call["path"] == _OPENS_SESSION:
+        sessions[SESSION_IDS[len(sessions)].encode()] = response.json()["session_id"].encode()
+    return response
+
+
+def _write_body(data: bytes, checkpoint: Path) -> Any:
+    """A body as a transcript has it."""
+    try:
+        text = data.decode().replace(str(checkpoint), "$CHECKPOINT")
+        return json.loads(text) if text else None
+    except ValueError:
+        return {"$base64": base64.b64encode(data).decode()}
+
+
 def save(name: str, client: str, calls: list[dict[str, Any]]) -> None:
     """Write a transcript to the folder that the quick test replays."""
     kept: list[dict[str, Any]] = []
     for call in calls:
-        if not kept or _kind(kept[-1]) != _kind(call):
+        if (
+            not kept or call["path"].startswith("/api/v1/") or _kind(kept[-1]) != _kind(call)
+        ):  # Tinker's build on others
             kept.append(call)
     lines = ",\n".join(json.dumps(call) for call in kept)
     FOLDER.joinpath(f"{name}.json").write_text(f'{{"client": {json.dumps(client)}, "calls": [\n{lines}\n]}}\n')

@@ -7,4 +7,5 @@ tests/make_environment.sh "$dir/openai" tests/clients/constraints-openai.txt ren
     anthropic inspect-ai "lm-eval[api]" openai openai-agents openenv requests trl
 tests/make_environment.sh "$dir/torchrl" tests/clients/constraints-torchrl.txt server requests torchrl
 tests/make_environment.sh "$dir/verifiers" tests/clients/constraints-verifiers.txt server verifiers
+tests/make_environment.sh "$dir/tinker" tests/clients/constraints-tinker.txt server,tinker
 touch "$dir/installed"

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from rollout_engine import RolloutPolicy
+from rollout_engine.rollouts.tinker import lora_trainer
 from rollout_engine.serve.app import App
 from rollout_engine.serve.options import ServeOptions
-from tests.transcripts import FOLDER, missing, response_shape, served_checkpoint, shape_of
+from tests.transcripts import FOLDER, missing, replay, response_shape, served_checkpoint, shape_of
 from tests.unit.serve.conftest import Client
 
 FILES = sorted(FOLDER.glob("*.json"))
@@ -19,17 +20,21 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def client(checkpoint):
+def client(checkpoint, tmp_path, request):
     with RolloutPolicy.from_pretrained(checkpoint, max_model_len=2048, seed=3) as policy:
-        yield Client(App(policy, ServeOptions(served_model_name="tiny")))
+        trainer = lora_trainer(policy) if "tinker" in request.node.name else None
+        app = App(policy, ServeOptions(served_model_name="tiny", tinker=str(tmp_path)), trainer)
+        yield Client(app)
+        app.served.tinker.close()
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_a_recorded_client_still_gets_what_it_reads(client, checkpoint, file):
     calls = json.loads(file.read_text().replace("$CHECKPOINT", str(checkpoint)))["calls"]
     assert calls
+    sessions = {}
     for call in calls:
-        response = client.send(call["method"], call["path"], call["body"])
+        response = replay(client.send, call, sessions)
         where = f"{call['method']} {call['path']}"
         assert response.status_code == call["status"], f"{where}: {response.text}"
         shape = response_shape(response.headers["content-type"], response.content)
