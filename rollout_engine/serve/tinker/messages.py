@@ -120,6 +120,11 @@ def read_pass(data: bytes) -> PassRequest:
         raise HttpProblem(400, f"{what}: send one with 'Content-Type: {PROTOBUF}', as Tinker's SDK does.") from None
 
 
+def model_of_pass(data: bytes) -> str:
+    """The model of a ForwardBackwardRequest that `read_pass` has refused by a field."""
+    return next((_text(value) for number, value in read_message(memoryview(data)) if number == 1), "")
+
+
 def _read_pass(data: bytes) -> PassRequest:
     found, config = PassRequest(config={}, examples=[]), {}
     for number, value in read_message(memoryview(data)):

@@ -18,7 +18,7 @@ from rollout_engine.serve.tinker.checkpoints import About, Checkpoint, Kind
 from rollout_engine.serve.tinker.clients import KEPT_SNAPSHOTS, Client, Sampler, TrainedModel
 from rollout_engine.serve.tinker.futures import Ticket
 from rollout_engine.serve.tinker.handlers import model_names
-from rollout_engine.serve.tinker.messages import PROTOBUF, PassRequest, pass_message, read_pass
+from rollout_engine.serve.tinker.messages import PROTOBUF, PassRequest, model_of_pass, pass_message, read_pass
 from rollout_engine.serve.tinker.service import TinkerService
 
 
@@ -89,7 +89,11 @@ async def unload_model(
 async def forward_backward(served: Served, asked: Asked) -> Reply:
     """Compute a loss and its gradients, which add up until the next step."""
     tinker = served.tinker.require_on()
-    found = await asked.read_fields(read_pass, asked.body)
+    try:
+        found = await asked.read_fields(read_pass, asked.body)
+    except RequestError as problem:
+        tinker.clients.find_model(model_of_pass(asked.body))[1].failure = str(problem)
+        raise
     client, model = tinker.clients.find_model(found.model_id)
     losses = tinker.trainer.losses
     if found.loss_fn not in losses:
@@ -179,7 +183,8 @@ async def save_for_sampler(
         raise RequestError.for_field("sampling_session_seq_id", None, "given without a path")
     sampler = Sampler(f"{client.id}:sample:{sampling_session_seq_id}", client.id)
     sampler.follows = model if kind == "inflight" else None
-    tinker.clients.add_sampler(client, sampler)
+    if tinker.futures.find(f"{model.id}:{seq_id}") is None:
+        tinker.clients.add_sampler(client, sampler)
     work = partial(_save_snapshot, tinker, model, sampler, f"_{seq_id:06d}", about)
     return _queue(tinker, client, model, seq_id, lambda: {"sampling_session_id": work(), "type": type})
 

@@ -165,7 +165,10 @@ def test_a_step_behind_a_pass_that_failed_is_refused(tinker):
     assert "has failed" in tinker.step(model, 3)["error"]
     assert "no gradients" in tinker.step(model, 4)["error"]
     tinker.run(model, 5, SUPERVISED)
-    assert tinker.step(model, 6)["metrics"]
+    assert tinker.send_pass(model, 6, [([], {})]).status_code == 400
+    assert "has failed" in tinker.step(model, 7)["error"]
+    tinker.run(model, 8, SUPERVISED)
+    assert tinker.step(model, 9)["metrics"]
 
 
 def test_what_is_not_trained_is_refused(tinker):
