@@ -8,6 +8,7 @@ A block that waits to be written is found; one that waits to be removed is not.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from rollout_engine.kv.connector import Wait
@@ -20,7 +21,7 @@ _QUEUE_BYTES = 256 << 20
 """Most bytes that wait to be written."""
 
 
-class QueuedConnector:
+class QueuedConnector(ABC):
     """A subclass opens its store and calls `_start`; until then, and after `_end`, nothing is found or taken."""
 
     def __init__(self, name: str) -> None:
@@ -105,22 +106,22 @@ class QueuedConnector:
     def _is_usable(self) -> bool:
         return self._is_open
 
+    @abstractmethod
     def _choose_far(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the blocks for which a fetch has something to do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_stored(self, key: bytes) -> bool:
         """Whether the store has a block, or it was fetched."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_ahead(self, key: bytes, used_ns: int) -> memoryview | None:
         """Read a block on the fetching thread; it counts as used at `used_ns`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_now(self, key: bytes) -> memoryview | None:
         """Read a block on the caller's thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _describe(self, problem: BaseException) -> tuple[str, str]:
         """The kind of a fault, of which one is logged, and words for it."""
-        raise NotImplementedError
