@@ -34,6 +34,11 @@ def link_of(llm):
     return llm.llm_engine.frontend.client.driver.executor.kv_link
 
 
+def settle(llm):
+    """Wait until all that an engine has saved is written."""
+    assert link_of(llm)._connector.wait_until_written(60)
+
+
 def bits(output):
     return [(list(each.token_ids), np.asarray(each.logprobs).tobytes()) for each in output.outputs]
 
@@ -175,7 +180,7 @@ class Engine:
     def damage(self):
         """Do something to some of the files, while no thread changes them."""
         for llm in self.llms:
-            assert link_of(llm)._connector.wait_until_written(60)
+            settle(llm)
         files = sorted(path for path in self._directory.rglob("*") if len(path.name) == 62 and path.is_file())
         for path in self._random.sample(files, min(len(files), 5)):
             content = bytearray(path.read_bytes())
@@ -265,7 +270,9 @@ def test_the_second_of_two_engines_computes_at_most_a_block_of_a_long_prompt_unt
             for llm in (plain, one, two):
                 llm.update_weights(tiny_model(seed=seed, max_position_embeddings=4096))
                 llm.reset_prefix_cache()
-            found = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for llm in (plain, one, two)]
+            found = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for llm in (plain, one)]
+            settle(one)
+            found.append(bits(two.generate([prompt], params, use_tqdm=False)[0]))
             after = [llm.get_metrics().core.counters.num_prompt_tokens_computed for llm in (one, two)]
             assert found[0] == found[1] == found[2]
             assert after[0] - before[0] == (BLOCK if is_known else 2048) and after[1] - before[1] == BLOCK
@@ -291,7 +298,9 @@ def test_pictures_are_found_by_another_engine_and_only_the_same_ones(tmp_path, f
     ):
         one.chat(ask(7), params, use_tqdm=False)  # so that numbers of pictures differ
         for seeds in ((3,), (4,), (3, 4), (4, 3), (3, 3)):
-            outputs = [llm.chat(ask(*seeds), params, use_tqdm=False)[0] for llm in (plain, one, two)]
+            outputs = [llm.chat(ask(*seeds), params, use_tqdm=False)[0] for llm in (plain, one)]
+            settle(one)
+            outputs += two.chat(ask(*seeds), params, use_tqdm=False)
             assert bits(outputs[0]) == bits(outputs[1]) == bits(outputs[2])
             length = len(outputs[2].prompt_token_ids)
             assert outputs[2].num_cached_tokens >= length - BLOCK, (seeds, outputs[2].num_cached_tokens, length)
