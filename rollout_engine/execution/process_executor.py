@@ -131,7 +131,7 @@ class ProcessExecutor(InlineExecutor):
     def call_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Raise `RPCError`: the other ranks are other processes."""
         name = function_name(function)
-        what = f"collective_rpc: {name}: a function cannot be sent to the other {self._team.num_ranks - 1} ranks"
+        what = f"collective_rpc: {name}: a function cannot be sent to other ranks"
         raise RPCError(f"{what}: call a method of a worker extension by its name.", method=name)
 
     def require_adapters(self, verb: str) -> Adapters:
