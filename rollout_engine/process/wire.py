@@ -24,7 +24,7 @@ from rollout_engine.children.values import Frame
 from rollout_engine.engine.client import EngineInfo
 from sync.described_types import describe_types
 
-PROTOCOL = 23
+PROTOCOL = 24
 """Version of the messages; both ends must have the same."""
 MAX_STRUCT_BYTES = 1 << 20
 """Bytes of a message without its arrays, at most: decoding them holds the interpreter."""
