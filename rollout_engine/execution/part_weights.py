@@ -21,7 +21,7 @@ from sync.tensor_writer import TensorWriter
 
 
 class PartWeights(ABC):
-    """Does all of `WeightHolder` that is the same whoever has the other parts.
+    """The methods of `WeightHolder` that do not depend on the processes that hold the other parts.
 
     Args:
         own: the weights in this process.
