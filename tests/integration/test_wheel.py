@@ -96,4 +96,3 @@ def test_a_wheel_from_the_source_distribution_serves_without_a_compiler_and_to_t
         (compiled, expected), _ = run(sys.executable, tmp_path, "-c", PROGRAM, dtype, PYTHONPATH=str(ROOT))
         assert found == expected
         assert Path(compiled).name == Path(library).name and compiled != library
-

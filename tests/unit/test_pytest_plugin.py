@@ -40,7 +40,9 @@ def test_the_tests_of_the_page_pass_in_a_project_of_their_own(tmp_path):
     (tmp_path / "conftest.py").write_text(conftest)
     for i, text in enumerate(tests[:2]):
         (tmp_path / f"test_{i}.py").write_text(text)
-    (tmp_path / "test_last.py").write_text(f"{tests[2]}\n\ndef test_model(rollout_policy):\n    assert rollout_policy\n")
+    (tmp_path / "test_last.py").write_text(
+        f"{tests[2]}\n\ndef test_model(rollout_policy):\n    assert rollout_policy\n"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", tmp_path]
     done = subprocess.run([*command, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
