@@ -90,15 +90,16 @@ def _cuda() -> str:
 
 
 def _kernels() -> dict[str, Any]:
-    """Whether the C++ kernels build and load, or why not."""
-    problem = None
+    """Whether the C++ kernels load, and from which file, or why not."""
+    problem, library = None, None
     try:
-        build.open_kernels()
+        library = str(build.open_kernels()._name)
     except (OSError, subprocess.SubprocessError) as error:
         problem = build.reason(error)
     return {
         "compiler": shutil.which(build.COMPILER),
         "cache": str(cache_directory("kernels")),
+        "library": library,
         "loaded": problem is None,
         "problem": problem,
     }

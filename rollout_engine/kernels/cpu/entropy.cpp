@@ -76,7 +76,7 @@ __attribute__((noinline)) void add_block(const float* x, double maximum, double 
         const D weight = truncation::exp_nonpositive<D, Bits>(depth);
         ties += depth == 0.0 ? D{} + 1.0 : D{};
         rest += depth == 0.0 ? D{} : weight;
-        weighted -= weight * depth;
+        weighted = vec::fma_doubles(weight, -depth, weighted);
     }
     sums = {ties, rest, weighted};
 }
