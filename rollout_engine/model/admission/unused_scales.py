@@ -3,7 +3,7 @@
     Cohere2ForCausalLM               lm_head(hidden) * logit_scale
     AyaVisionForConditionalGeneration    lm_head(hidden)
 
-A policy is what its trainer computes, and trainers compute the composite. So its text model is served without such a
+Trainers compute the composite, and an engine has the log-probs of trainers. So its text model is served without such a
 scale if a small copy shows that the composite of transformers has none.
 """
 
