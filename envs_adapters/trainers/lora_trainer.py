@@ -7,7 +7,7 @@ their gradients and two moments, all float32.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class ExactLoraTrainer:
         """
         self._model: Any = exact.load(path, dtype, fp32_head=fp32_head)
         self._path, self._max_rank, self._max_tokens = path, max_rank, max_tokens
-        self._vocab_size = cast(nn.Embedding, self._model.get_input_embeddings()).num_embeddings
+        self._vocab_size = int(self._model.get_input_embeddings().num_embeddings)
         self._layers = LoraLayers(self._model)
         self._adapters: dict[str, _Adapter] = {}
         self._num_made = 0
