@@ -42,12 +42,15 @@ class InlineExecutor:
         self.kv_link: KVLink | None = None
         """The KV connector; None: there is none."""
 
+    worker_class = Worker
+    """The kind of worker that `from_config` makes."""
+
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
         connector = make_kv_connector(config)
         try:
-            worker = Worker(config)
+            worker = cls.worker_class(config)
         except BaseException:
             if connector is not None:
                 connector.close()

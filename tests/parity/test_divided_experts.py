@@ -128,6 +128,19 @@ def test_engines_grow_and_shrink_while_they_serve(tmp_path):
 
 
 @pytest.mark.slow
+def test_engines_grow_and_shrink_before_the_first_update(tmp_path):
+    """The weights of a checkpoint are compared as far as all sizes have them whole."""
+    path = tiny_checkpoint(tmp_path, "qwen3_moe")
+    with LLM(str(path), **OPTIONS) as llm:
+        expected = samples_of(llm)
+    with served(path) as service:
+        for size in (1, 2):
+            service.scale(size)
+            wait_for(lambda size=size: len(service.health()) == num_serving(service) == size)
+            assert samples_of(service) == expected
+
+
+@pytest.mark.slow
 def test_a_restart_forms_the_group_anew_once_while_the_old_one_serves(tmp_path):
     path, params = tiny_checkpoint(tmp_path, "qwen3_moe"), PARAMS.clone(max_tokens=300)
     found = []
