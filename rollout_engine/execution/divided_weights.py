@@ -6,7 +6,7 @@ commit                         the experts are used by no engine from before it 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.weights.held_weights import HeldWeights
 from rollout_engine.weights.manifest_checks import ManifestChecks
 from rollout_engine.weights.transaction import WeightUpdater
-from sync.manifest import TensorSpec, total_digest
+from sync.manifest import TensorSpec
 from sync.pieces import Lacking
 
 
@@ -121,12 +121,9 @@ class DividedUpdater(WeightUpdater):
         self._group = group
         self._key = key_of(0, "")
 
-    def digest(self) -> str:
+    def digest(self, without: Container[str] = ()) -> str:
         """Total digest of the live weights that are not divided: equal in engines that have the same weights."""
-        if self._open is not None and self._open.inplace:
-            raise LifecycleError("digest: an update is open; commit or abort it first.")
-        names = [name for name in self._checks.canonical if name not in self.weights.divided]
-        return total_digest(self.weights.describe(names))
+        return super().digest(self.weights.divided)
 
     def commit(self, version: int | None = None) -> None:
         """Do as `WeightUpdater.commit`, while no engine of the group uses this one's experts.

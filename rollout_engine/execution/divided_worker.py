@@ -16,6 +16,7 @@ from rollout_engine.model.backend import Backend
 from rollout_engine.model.loading.loader import load_model
 from rollout_engine.model.loading.shard_files import ShardFiles
 from rollout_engine.model.modules.loaded_model import LoadedModel
+from rollout_engine.model.ranks.divided_experts import expert_weights
 from rollout_engine.model.ranks.expert_group import ExpertGroup
 from rollout_engine.model.ranks.seat import Seat
 from rollout_engine.weights.held_weights import HeldWeights
@@ -70,3 +71,15 @@ class DividedWorker(Worker):
     def _refusal(self, verb: str) -> str:
         what = f"every one of the {self.group.size} engines has only some of the experts"
         return f"{verb}: not possible with data_parallel_size={self.group.size}: {what}."
+
+
+class LoneWorker(Worker):
+    """The worker of a group of one engine, which has all experts, and is compared with those of larger groups."""
+
+    def _load(self, config: EngineConfig, device: torch.device, seat: Seat | None) -> LoadedModel:
+        loaded = super()._load(config, device, seat)
+        self._experts = expert_weights(loaded.module)
+        return loaded
+
+    def shared_digest(self) -> str:
+        return self.updater.digest(self._experts)

@@ -42,10 +42,13 @@ class InlineExecutor:
         self.kv_link: KVLink | None = None
         """The KV connector; None: there is none."""
 
+    worker_class = Worker
+    """The kind of worker that `from_config` makes."""
+
     @classmethod
     def from_config(cls, config: EngineConfig) -> "InlineExecutor":
         """Load the model that `config` names. Raises `ConfigError` when it cannot be served."""
-        return cls._load(config, lambda: (Worker(config),))
+        return cls._load(config, lambda: (cls.worker_class(config),))
 
     @classmethod
     def _load(cls, config: EngineConfig, load: Callable[[], tuple[Any, ...]]) -> Self:

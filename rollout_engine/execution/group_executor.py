@@ -8,7 +8,7 @@ import msgspec
 
 from rollout_engine.base.config import EngineConfig
 from rollout_engine.base.errors import ConfigError
-from rollout_engine.execution.divided_worker import DividedWorker
+from rollout_engine.execution.divided_worker import DividedWorker, LoneWorker
 from rollout_engine.execution.executor import InlineExecutor
 from rollout_engine.execution.profiler import Profiler
 from rollout_engine.kernels.cpu import phases
@@ -49,7 +49,7 @@ class GroupExecutor(InlineExecutor):
     def from_settings(cls, config: EngineConfig, settings: GroupSettings) -> InlineExecutor:
         """Load the model, with this engine's experts. Raises `ConfigError` if it cannot be served so."""
         if settings.size == 1:
-            return InlineExecutor.from_config(config)
+            return LoneExecutor.from_config(config)
         if not phases.is_available():
             raise ConfigError(
                 f"data_parallel_size={settings.size} needs the C++ kernels, which could not be built here. Install "
@@ -82,3 +82,9 @@ class GroupExecutor(InlineExecutor):
         """Drop the model and the KV pool, and leave the group."""
         self.leave_group()
         super().shutdown()
+
+
+class LoneExecutor(InlineExecutor):
+    """The executor of a group of one engine."""
+
+    worker_class = LoneWorker

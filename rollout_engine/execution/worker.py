@@ -109,6 +109,10 @@ class Worker:
     def _begin_to_serve(self) -> None:
         """Called once the model is loaded, before its first step."""
 
+    def shared_digest(self) -> str:
+        """Digest of the live weights that all engines of a fleet hold whole, whose sizes may differ."""
+        return self.updater.digest()
+
     def live_weights(self) -> Mapping[str, Tensor]:
         return self.updater.live("live_weights")
 

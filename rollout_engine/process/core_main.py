@@ -122,8 +122,10 @@ def _ready(settings: CoreSettings, core: EngineCore, executor: InlineExecutor, i
 
 def _give_up(history: History, io: CoreSocket, directory: str, reason: str) -> NoReturn:
     """Notify every client why this process ends, and end it: the busy loop cannot."""
-    io.close(reason + _see(write_post_mortem(history, reason)))
-    _leave(directory, 1)
+    try:
+        io.close(reason + _see(write_post_mortem(history, reason)))
+    finally:  # also if the process is ending for another reason at the same time
+        _leave(directory, 1)
 
 
 def _leave(directory: str, status: int) -> NoReturn:

@@ -54,8 +54,8 @@ def get_live_weights(
 
 @WEIGHT_VERBS.add(public=False)
 def get_live_digest(driver: ServingDriver) -> str:
-    """Digest of the live weights, which are read whole."""
-    return driver.executor.updater.digest()
+    """Digest of the live weights, which are read whole, without experts that engines divide."""
+    return driver.executor.worker.shared_digest()
 
 
 @WEIGHT_VERBS.add(public=False)

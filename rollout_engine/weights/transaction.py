@@ -17,7 +17,7 @@ An update in place has no shadow: the first staged byte sets `dirty`, and the ol
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -141,14 +141,14 @@ class WeightUpdater:
         """Bytes of the live weights, tied ones once, in whatever form they are held."""
         return self.weights.num_bytes(self._checks.canonical)
 
-    def digest(self) -> str:
-        """Total digest of the live weights under the module's own names; tied weights count once.
+    def digest(self, without: Container[str] = ()) -> str:
+        """Total digest of the live weights under the module's own names, `without` some; tied weights count once.
 
         Raises `LifecycleError` when they were released.
         """
         if self._open is not None and self._open.inplace:
             raise LifecycleError("digest: an update is open; commit or abort it first.")
-        return total_digest(self.weights.describe(self._checks.canonical))
+        return total_digest(self.weights.describe(name for name in self._checks.canonical if name not in without))
 
     def live(self, verb: str) -> Mapping[str, Tensor]:
         """The module's own names and their live values, tied weights once; not to be written.

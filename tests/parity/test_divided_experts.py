@@ -128,6 +128,37 @@ def test_engines_grow_and_shrink_while_they_serve(tmp_path):
 
 
 @pytest.mark.slow
+def test_engines_grow_and_shrink_before_the_first_update(tmp_path):
+    """The weights of a checkpoint are compared as far as all sizes have them whole."""
+    path = tiny_checkpoint(tmp_path, "qwen3_moe")
+    with LLM(str(path), **OPTIONS) as llm:
+        expected = samples_of(llm)
+    with served(path) as service:
+        for size in (1, 2):
+            service.scale(size)
+            wait_for(lambda size=size: len(service.health()) == num_serving(service) == size)
+            assert samples_of(service) == expected
+
+
+@pytest.mark.slow
+def test_a_restart_forms_the_group_anew_once_while_the_old_one_serves(tmp_path):
+    path, params = tiny_checkpoint(tmp_path, "qwen3_moe"), PARAMS.clone(max_tokens=300)
+    found = []
+    with LLM(str(path), **OPTIONS) as llm:
+        expected = samples_of(llm, params)
+    with served(path) as service:
+        generate = threading.Thread(target=lambda: found.extend(samples_of(service, params)))
+        generate.start()
+        wait_for(lambda: service.get_metrics().core.counters.num_tokens_sampled > 20)
+        pids = {each.pid for each in service.health()}
+        service.restart_replicas()
+        assert [each.index for each in service.health() if each.state == "SYNCED"] == [2, 3]
+        assert not pids & {each.pid for each in service.health()}
+        generate.join(60)
+        assert found == expected
+
+
+@pytest.mark.slow
 def test_updates_in_flight_meet_experts_of_their_own_version(tmp_path):
     path, models = tiny_checkpoint(tmp_path, "qwen3_moe"), [tiny_model("qwen3_moe", seed=seed) for seed in (3, 4)]
     params = SamplingParams(max_tokens=400, logprobs=0, seed=5, ignore_eos=True)

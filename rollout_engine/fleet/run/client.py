@@ -203,8 +203,11 @@ class FleetClient:
     def restart(self) -> None:
         """Restart the engine of every replica, one after the other; the others serve meanwhile. Blocks.
 
-        Raises `RetryableError` if one does not restart; those after it have not been restarted then.
+        Replicas that divide experts are replaced by a group of the same size, as by `scale`. Raises `RetryableError`
+        if one does not restart; those after it have not been restarted then.
         """
+        if self._groups is not None:
+            return self._replace_group(self._groups)
         for index in list(self._brain.wanted):
             self.require_usable()
             with self._lock:
@@ -347,6 +350,18 @@ class FleetClient:
         for member in self._members.values():
             if self._updates.lacks_draft(member):
                 self._supervisor.bring_draft(member)
+
+    def _replace_group(self, groups: GroupProvider) -> None:
+        """Replace all replicas by a new group of the same size, and wait until it serves."""
+        with self._updates.one_at_a_time():
+            size = len(self._brain.wanted)
+            self._supervisor.check(size, size)
+            with self._lock:
+                self.require_usable()
+                self._dispatcher.do(self._brain.replace_all(size, groups.plan, time.monotonic()))
+                replicas = [self._brain.replicas[index] for index in self._brain.successors]
+        for replica in replicas:
+            _wait_until_settled(replica, self.require_usable)
 
     def _settle_replacement(self) -> None:
         """Have the replicas of a new group take over, once all of them serve."""

@@ -120,6 +120,12 @@ def divide_experts(
     return cut
 
 
+def expert_weights(module: nn.Module) -> frozenset[str]:
+    """Names of the weights that `divide_experts` divides."""
+    experts = ((name, child) for name, child in module.named_modules() if _are_experts(child))
+    return frozenset(f"{name}.{own}" for name, child in experts for own, _ in child.named_parameters(recurse=False))
+
+
 def _are_experts(child: nn.Module) -> bool:
     dims = {name: parameter.dim() for name, parameter in child.named_parameters(recurse=False)}
     return dims in _FORMS
