@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
-from transformers import AutoTokenizer, ProcessorMixin
+from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.smolvlm import processing_smolvlm
 
 from rollout_engine.base.config import EngineConfig
@@ -17,7 +17,6 @@ from rollout_engine.base.pictures import Picture, PictureInfo, PlacedPicture
 from rollout_engine.testing import random_picture, tiny_vision_checkpoint
 from rollout_engine.testing.tiny_pictures import FAMILIES
 from rollout_engine.text.input_processor import InputProcessor
-from rollout_engine.text.picture_processor import read_image_processor
 from rollout_engine.text.tokenizer import TextCodec
 
 SIZES = ((40, 32), (17, 60), (64, 64), (8, 9))
@@ -63,17 +62,16 @@ def reference(path, family, monkeypatch):
     else:
         base = getattr(transformers, FAMILIES[family].processor)
     monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: object)
-    monkeypatch.setattr(ProcessorMixin, "__repr__", object.__repr__)  # its own asks image processors for JSON
     options, _ = ProcessorMixin.get_processor_dict(path)
     parts = {
-        "image_processor": read_image_processor(path),
+        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
         "tokenizer": AutoTokenizer.from_pretrained(path),
     }
     return base.from_args_and_dict([parts.get(name) for name in base.get_attributes()], options)
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_k25"}))  # whose class needs torchvision
 def test_ids_places_and_arrays_are_those_of_transformers(checkpoint, family, monkeypatch):
     path = checkpoint(family)
     inputs, processor = inputs_of(path), reference(path, family, monkeypatch)
