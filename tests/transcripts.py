@@ -135,7 +135,7 @@ def recording(checkpoint: Path) -> Iterator[list[dict[str, Any]]]:
             await send(message)
 
         try:
-            await answer(self, scope, hear, tell)
+            await answer(self, {**scope, "extensions": {}}, hear, tell)  # so that bodies are read by `hear`
         finally:
             headers = dict(head.get("headers", ()))
             call["path"] = with_sessions(call["path"].encode(), sessions).decode()

@@ -43,7 +43,7 @@ LOSSES: dict[str, tuple[Loss, frozenset[str], dict[str, float]]] = {
         {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     ),
 }
-"""Name -> the loss, the inputs that it needs besides `target_tokens`, and its settings with their defaults."""
+"""Name -> the loss, the inputs that it needs in addition to `target_tokens`, and its settings with their defaults."""
 
 
 def check_examples(examples: Sequence[TrainingExample], loss: str, *, vocab_size: int, max_tokens: int) -> None:

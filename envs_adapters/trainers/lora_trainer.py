@@ -35,7 +35,7 @@ class ExactLoraTrainer:
         """
         self._model: Any = exact.load(path, dtype, fp32_head=fp32_head)
         self._path, self._max_rank, self._max_tokens = path, max_rank, max_tokens
-        self._vocab_size = int(self._model.get_input_embeddings().num_embeddings)
+        self._vocab_size: int = self._model.config.get_text_config().vocab_size
         self._layers = LoraLayers(self._model)
         self._adapters: dict[str, _Adapter] = {}
         self._num_made = 0

@@ -15,7 +15,7 @@ pytest.importorskip("tinker_cookbook")
 
 OURS = os.environ.get("ROLLOUT_ENGINE_PYTHON", sys.executable)
 MODEL, DATA = "Qwen/Qwen3-8B-Base", "HuggingFaceH4/no_robots"
-MAKE = f"from rollout_engine.testing import tiny_checkpoint; tiny_checkpoint('{MODEL}', std=0.05)"
+MAKE = f"from rollout_engine.testing import tiny_checkpoint; tiny_checkpoint('{MODEL}', std=0.2)"
 SERVE = ("-m", "rollout_engine", "serve", MODEL, "--served-model-name", MODEL, "--tinker", "saved", "--port", "0")
 OPTIONS = ("dtype=float32", "max_model_len=512", "log_stats=false")
 
@@ -54,14 +54,14 @@ def run(folder, url, recipe, *options):
 
 
 def test_shown_answers_and_then_rewarded_ones_are_learned(folder, url):
-    options = (f"model_name={MODEL}", "batch_size=16", "learning_rate=3e-3", "lora_rank=16", "save_every=0")
+    options = (f"model_name={MODEL}", "batch_size=16", "learning_rate=1e-2", "lora_rank=32", "save_every=0")
     shown = run(folder, url, "sl_loop", *options)
     losses = [step["train_mean_nll"] for step in shown]
     assert len(losses) > 40 and losses[-1] < 0.5 * losses[0]
     [*_, last] = folder.joinpath("logs", "sl_loop", "checkpoints.jsonl").read_text().splitlines()
     options = (
         *(f"model_name={MODEL}", "env=arithmetic", f"load_checkpoint_path={json.loads(last)['state_path']}"),
-        *("groups_per_batch=16", "group_size=8", "max_tokens=16", "learning_rate=1e-3", "lora_rank=16"),
+        *("groups_per_batch=16", "group_size=8", "max_tokens=16", "learning_rate=3e-3", "lora_rank=32"),
         *("max_steps=20", "eval_every=0", "save_every=0", "renderer_name=role_colon"),
     )
     rewarded = run(folder, url, "math_rl.train", *options)

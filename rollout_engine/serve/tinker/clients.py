@@ -94,10 +94,10 @@ class Clients:
         return made
 
     def get(self, client_id: str) -> Client:
-        """An open session, which is heard of now. Raises `HttpProblem` 410: the SDK's heartbeat then ends."""
+        """An open session, which has sent a request now. Raises `HttpProblem` 410: the SDK's heartbeat then ends."""
         found = self._by_id.get(client_id)
         if found is None:
-            idle = f"or nothing was heard of it for {self._idle_seconds:g} seconds (tinker_idle_seconds)"
+            idle = f"or it has sent nothing for {self._idle_seconds:g} seconds (tinker_idle_seconds)"
             what = f"There is no session '{client_id:.200}': it has finished, {idle}"
             raise HttpProblem(410, f"{what}. Make another: tinker.ServiceClient().", field="session_id")
         found.heard_at = time.monotonic()
@@ -131,6 +131,6 @@ class Clients:
         return self._by_id.pop(client_id, None)
 
     def idle(self) -> list[Client]:
-        """Sessions of which nothing was heard for too long."""
+        """Sessions that have sent nothing for too long."""
         late = time.monotonic() - self._idle_seconds
         return [each for each in self._by_id.values() if each.heard_at < late]

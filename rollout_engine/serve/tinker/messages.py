@@ -6,7 +6,7 @@ SampleResponse         1 sequences, 2 prompt_logprobs, 3 topk_prompt_logprobs, 4
 SampledSequence        1 stop_reason (0 stop, 1 length), 2 tokens, 3 logprobs, 4 topk_sampled_logprobs
 TopkLogprobs           1 token_ids, 2 logprobs, 3 k, 4 length
 ForwardBackwardRequest 1 model_id, 2 seq_id, 3 data, 4 loss_fn, 5 loss_fn_config, 6 forward_only, 7 loss_fn_config_v2
-Datum                  1 model_input, 2 loss_fn_inputs     (3 and 4 say which sample a token is of)
+Datum                  1 model_input, 2 loss_fn_inputs     (3 and 4: the sample of each token)
 Tensor                 1 dense, 2 sparse_csr, 3 dtype (1 float32, 2 int64), 4 shape
 ForwardBackwardOutput  1 loss_fn_output_type, 2 loss_fn_outputs, 3 metrics
 ArrayRecord            1 type_tag, 2 fields, 3 num_datums
