@@ -84,12 +84,14 @@ def test_recipes_import_nothing_that_is_installed():
 @pytest.fixture
 def prebuilt(tmp_path, monkeypatch, quick_compiler):
     """The folder of a wheel that a compiler of this machine has made, with a library for this CPU."""
+    if not recipes.LEVELS[-1].features <= recipes.cpu_features():
+        pytest.skip("wheels have no kernels for this CPU")
     folder = tmp_path / "prebuilt"
     folder.mkdir()
     version = recipes.compiler_version(build.COMPILER)
     (folder / "compiler").write_text(version)
     way = recipes.recipes("linux", platform.machine(), FOLDER, recipes.cpu_features())[0]
-    recipes.compile_sources(build.COMPILER, way.flags, folder / recipes.name_library(way, version))
+    recipes.compile_sources(build.COMPILER, way.flags, folder / recipes.name_library(way, version), check=False)
     monkeypatch.setattr(build, "PREBUILT", folder)
     return folder
 
