@@ -22,7 +22,7 @@ from rollout_engine.base.errors import (
     RolloutEngineError,
     RPCError,
 )
-from rollout_engine.execution import team_weights
+from rollout_engine.execution import part_weights
 from rollout_engine.execution.team_weights import TeamWeights
 from rollout_engine.kernels.cpu import turns
 from rollout_engine.testing import tiny_checkpoint, tiny_model
@@ -293,7 +293,7 @@ def test_updates_digests_and_saves_make_no_weight_whole(engine, monkeypatch, tmp
         raise AssertionError(f"{name} is made whole")
 
     monkeypatch.setattr(TeamWeights, "values", refuse)
-    monkeypatch.setattr(team_weights, "WINDOW_BYTES", 4096)  # less than most weights have
+    monkeypatch.setattr(part_weights, "WINDOW_BYTES", 4096)  # less than most weights have
     model = tiny_model("qwen3", seed=6)
     report = engine.update_weights(model)
     assert report.digest == total_digest(describe_all(model.state_dict().items()))
@@ -320,7 +320,7 @@ class AllocatedBytes(TorchDispatchMode):
 
 
 def test_whole_values_are_made_one_tensor_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr(team_weights, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(part_weights, "WINDOW_BYTES", 4096)
     model = tiny_model("qwen3", seed=6)
     engine.update_weights(model)
     weights = engine.llm_engine.frontend.client.driver.executor.updater.weights

@@ -185,6 +185,9 @@ class SpellingWorker:
             choices="a formula",
         )
 
+    def shared_digest(self) -> str:
+        return self.updater.digest()
+
     def live_weights(self) -> Mapping[str, Tensor]:
         return self.updater.live("live_weights")
 

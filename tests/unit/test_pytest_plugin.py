@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from transformers import AutoModelForCausalLM
 
 from rollout_engine import SamplingParams
 from rollout_engine.testing.pytest_plugin import (  # noqa: F401
@@ -19,10 +20,11 @@ from rollout_engine.testing.pytest_plugin import (  # noqa: F401
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_policy_is_made_for_each_test_and_takes_weights(rollout_policy):  # noqa: F811
+def test_a_policy_is_made_for_each_test_and_takes_weights(rollout_policy, rollout_checkpoint):  # noqa: F811
     batch = rollout_policy.rollout(["2 + 2 ="], SamplingParams(max_tokens=3, seed=1), num_samples=2, use_tqdm=False)
     assert batch.batch_size == (2,) and rollout_policy.policy_version == 0
-    assert rollout_policy.update_weights({}).version == 1
+    trainer = AutoModelForCausalLM.from_pretrained(rollout_checkpoint)
+    assert rollout_policy.update_weights(trainer).version == 1
 
 
 def test_its_server_answers_from_the_same_policy(rollout_server, rollout_policy):  # noqa: F811
@@ -30,7 +32,7 @@ def test_its_server_answers_from_the_same_policy(rollout_server, rollout_policy)
     asked = {"model": "default", "prompt": "2 + 2 =", "max_tokens": 3, "seed": 1}
     answer = httpx2.post(f"{rollout_server.url}/v1/completions", json=asked, timeout=60)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
-    assert rollout_policy.get_metrics().core.num_generation_tokens == 3
+    assert rollout_policy.get_metrics().core.counters.num_tokens_sampled == 3
 
 
 @pytest.mark.slow
