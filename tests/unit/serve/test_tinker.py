@@ -125,9 +125,11 @@ def test_a_server_that_was_started_without_it_does_not_speak_it(client):
 
 
 def test_samples_that_end_one_after_another_are_all_waited_for(policy, tinker):
-    output = own_output(policy, PROMPT, SamplingParams(n=4, max_tokens=60, seed=7, logprobs=0))
+    stop = list(range(3, 60))  # a fifth of the vocabulary
+    params = SamplingParams(n=8, max_tokens=30, seed=7, logprobs=0, stop_token_ids=stop)
+    output = own_output(policy, PROMPT, params)
     assert len({len(each.token_ids) for each in output.outputs}) > 1
-    found, _ = tinker.sample(tinker.sampler(), PROMPT, 4, params={"max_tokens": 60})
+    found, _ = tinker.sample(tinker.sampler(), PROMPT, 8, params={"max_tokens": 30, "stop": stop})
     assert [ids for ids, _ in found] == [each.token_ids for each in output.outputs]
 
 
