@@ -66,4 +66,5 @@ def test_shown_answers_and_then_rewarded_ones_are_learned(folder, url):
     )
     rewarded = run(folder, url, "math_rl.train", *options)
     rewards = [step["env/all/reward/total"] for step in rewarded if "env/all/reward/total" in step]
+    assert {step["optim/kl_sample_train_v1"] for step in rewarded if "optim/kl_sample_train_v1" in step} == {0.0}
     assert len(rewards) == 20 and sum(rewards[-5:]) > sum(rewards[:5])

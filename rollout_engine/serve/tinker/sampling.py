@@ -121,8 +121,9 @@ def _add(
 ) -> Stream:
     """Queue a request; its outcome is set once it has ended."""
 
-    def wake(_: Stream) -> None:
-        if not pending.outcome.done():
+    def wake(stream: Stream) -> None:
+        """Set the outcome once all samples have ended: a reader is woken by each that ends."""
+        if (stream.error is not None or stream.request.num_live == 0) and not pending.outcome.done():
             pending.outcome.set_result((None, None))
 
     frontend, prompt = served.engine.frontend, {"prompt_token_ids": token_ids}

@@ -124,6 +124,15 @@ def test_a_server_that_was_started_without_it_does_not_speak_it(client):
     assert "--tinker" in client.problem("/api/v1/create_session", {}, status=404)["message"]
 
 
+def test_samples_that_end_one_after_another_are_all_waited_for(policy, tinker):
+    stop = list(range(3, 60))  # a fifth of the vocabulary
+    params = SamplingParams(n=8, max_tokens=30, seed=7, logprobs=0, stop_token_ids=stop)
+    output = own_output(policy, PROMPT, params)
+    assert len({len(each.token_ids) for each in output.outputs}) > 1
+    found, _ = tinker.sample(tinker.sampler(), PROMPT, 8, params={"max_tokens": 30, "stop": stop})
+    assert [ids for ids, _ in found] == [each.token_ids for each in output.outputs]
+
+
 def test_stops_end_a_sample(policy, tinker):
     sampler = tinker.sampler()
     [(ids, _)], _ = tinker.sample(sampler, PROMPT, params={"stop": []})
