@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -249,7 +250,8 @@ def test_two_processes_that_evict_at_once_keep_the_bound(tmp_path, opened):
     def write_all(start):
         mine = open_blocks(path, max_bytes)
         for number in range(start, start + 60):
-            mine.write(key(number), data(number))
+            with suppress(NoRoom):  # the other process was faster each time
+                mine.write(key(number), data(number))
             found, stated = real_bytes(mine)
             assert found <= min(stated, max_bytes), (found, stated)
         assert mine.num_evicted > 0
