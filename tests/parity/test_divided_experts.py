@@ -59,7 +59,11 @@ def wait_for(condition, seconds=120):
 
 
 def num_serving(service):
-    return sum(each.state == "SYNCED" for each in service.health())
+    return states_of(service).count("SYNCED")
+
+
+def states_of(service):
+    return [each.state for each in service.health() if each.state != "DEAD"]
 
 
 def test_two_engines_have_the_bits_of_one_through_updates_and_sleeps(tmp_path):
@@ -121,7 +125,7 @@ def test_engines_grow_and_shrink_while_they_serve(tmp_path):
         for size in (1, 2):
             service.scale(size)
             num_calls = 0
-            while [each.state for each in service.health() if each.state != "DEAD"] != ["SYNCED"] * size:
+            while states_of(service) != ["SYNCED"] * size:
                 assert samples_of(service) == expected
                 num_calls += 1
             assert num_calls and samples_of(service) == expected
@@ -136,7 +140,7 @@ def test_engines_grow_and_shrink_before_the_first_update(tmp_path):
     with served(path) as service:
         for size in (1, 2):
             service.scale(size)
-            wait_for(lambda size=size: len(service.health()) == num_serving(service) == size)
+            wait_for(lambda size=size: states_of(service) == ["SYNCED"] * size)
             assert samples_of(service) == expected
 
 
