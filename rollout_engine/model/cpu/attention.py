@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout_engine.kernels.attention_params import AttentionParams, Reach
 from rollout_engine.kernels.cpu import attention as compiled
-from rollout_engine.kernels.memory import release_pages, resident_bytes
+from rollout_engine.kernels.memory import lazy_zeros, release_pages, resident_bytes
 from rollout_engine.model.cpu.eager_attention import EagerPool
 from rollout_engine.model.cpu.flat_batch import FlatBatch
 from rollout_engine.model.cpu.indexed import IndexKeys
@@ -51,7 +51,7 @@ class CpuKVPool:
 
     def add_column(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor [num_blocks, block_size, *shape] whose blocks are copied and released with those of the KV."""
-        self._columns.append(torch.empty(*self._shape, *shape, dtype=dtype))
+        self._columns.append(lazy_zeros(*self._shape, *shape, dtype=dtype))
         return self._columns[-1]
 
     def plan(self, batch: FlatBatch) -> compiled.AttentionPlan:
