@@ -90,7 +90,7 @@ def test_a_prompt_is_scored(service, score):
 
 def test_what_is_refused_has_its_reason(service):
     sampler = service.create_sampling_client(base_model="tiny").result()
-    prompt, settings = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1)
+    prompt, settings = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1, seed=0)
     with pytest.raises(tinker.BadRequestError, match="prompt_alt_tokens_k"):
         sampler.sample(prompt, 1, settings, prompt_alt_tokens_k=2).result()
     with pytest.raises(tinker.NotFoundError, match="tiny"):

@@ -86,7 +86,6 @@ def test_an_update_by_calls_that_cannot_begin_leaves_none_open(engine, where, me
         engine.collective_rpc("abort_weight_update")
 
 
-@pytest.mark.quick(2)
 def test_an_interrupted_update_ends_on_both_sides(engine):
     main = threading.main_thread().ident
     if threading.get_ident() != main:
@@ -104,7 +103,6 @@ def test_an_interrupted_update_ends_on_both_sides(engine):
         step_further(engine)
 
 
-@pytest.mark.quick(1)
 def test_an_update_whose_task_is_cancelled_ends_on_both_sides(engine):
     if engine.frontend.client.needs_turns:
         pytest.skip("coroutines need an engine that computes by itself")
@@ -126,7 +124,6 @@ def test_an_update_whose_task_is_cancelled_ends_on_both_sides(engine):
     assert engine.check_health().policy_version == version
 
 
-@pytest.mark.quick(1)
 def test_a_call_that_finds_no_thread_fails_alone(engine):
     version, begun = engine.policy_version, offered(engine)
     engine.collective_rpc("refuse_threads", args=[True])

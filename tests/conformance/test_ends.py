@@ -56,7 +56,6 @@ def test_after_shutdown_every_method_raises_and_whoever_waits_is_told(kind, conf
         client.abort([0])
 
 
-@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_in_a_forked_child_every_method_raises_and_the_parent_goes_on(engine):
     client = engine.frontend.client

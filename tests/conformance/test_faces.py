@@ -49,7 +49,6 @@ def expected(engine):
     return samples_of(done[request_id] for request_id in ids)
 
 
-@pytest.mark.quick(1)
 def test_generate_gives_what_stepping_gives(engine, same, expected):
     llm = LLM.from_engine(engine)
     assert samples_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected

@@ -96,7 +96,6 @@ def assert_refused(name, call):
         pytest.fail(f"{name} did not raise")
 
 
-@pytest.mark.quick(1)
 def test_every_method_of_every_face_raises_though_another_thread_held_every_lock(engine):
     batch = RolloutPolicy(engine).rollout(["hello"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     engine.add_request("endless", "hello", ENDLESS)
@@ -125,7 +124,6 @@ def test_every_method_of_every_face_raises_though_another_thread_held_every_lock
     engine.abort_request("endless", discard=True)
 
 
-@pytest.mark.quick(1)
 def test_iterators_from_before_the_fork_raise(engine):
     if engine.frontend.client.needs_turns:
         pytest.skip("coroutines need an engine that computes by itself")
@@ -151,7 +149,6 @@ def test_iterators_from_before_the_fork_raise(engine):
     loop.close()
 
 
-@pytest.mark.quick(1)
 def test_an_update_in_a_forked_child_leaves_the_parents_alone(engine):
     """What the parent keeps for its next update (shared memory, a directory) is not the child's to close."""
     engine.update_weights(weights(1))

@@ -33,7 +33,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick(14)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_pooling_gives_the_same(engine, same, name):
     output = last_of(engine, PROMPT, PoolingParams(**KINDS[name]))
@@ -94,7 +93,6 @@ def test_the_asynchronous_face_yields_one_output(engine):
     assert output.finished and plain(output.outputs.data) == plain(expected)
 
 
-@pytest.mark.quick(10)
 @pytest.mark.parametrize("prompt, params, match", REFUSED.values(), ids=list(REFUSED))
 def test_what_cannot_be_pooled_is_refused_in_the_same_words(engine, same, prompt, params, match):
     llm = LLM.from_engine(engine)
@@ -115,7 +113,6 @@ def test_params_of_the_other_kind_of_request_are_refused(engine):
         llm.generate(["a"], PoolingParams(), use_tqdm=False)
 
 
-@pytest.mark.quick(2)
 def test_a_result_tells_the_weights_that_made_it(engine):
     before = last_of(engine, PROMPT, PoolingParams()).pooled
     engine.update_weights(weights(1))

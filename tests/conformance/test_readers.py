@@ -69,7 +69,6 @@ async def _drain(generator):
         pass
 
 
-@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_an_abandoned_rollout_is_aborted_and_forgotten(engine, face):
     policy = RolloutPolicy(face)
@@ -84,7 +83,6 @@ def test_an_abandoned_rollout_is_aborted_and_forgotten(engine, face):
     assert_forgotten(engine)
 
 
-@pytest.mark.quick(1)
 def test_the_requests_of_a_face_that_is_dropped_are_aborted_and_forgotten(engine):
     for _ in range(5):
         other = LLMEngine(engine.frontend)
@@ -95,7 +93,6 @@ def test_the_requests_of_a_face_that_is_dropped_are_aborted_and_forgotten(engine
     assert_forgotten(engine)
 
 
-@pytest.mark.quick(1)
 def test_requests_that_are_read_to_their_end_are_forgotten(engine):
     request_ids = engine.add_requests(["hello"] * 500, SamplingParams(max_tokens=1, detokenize=False))
     step_further(engine)

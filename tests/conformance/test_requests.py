@@ -185,7 +185,6 @@ def test_one_bad_prompt_refuses_a_batch_by_its_place_and_leaves_nothing_queued(e
     assert len(engine.frontend.streams) == engine.check_health().num_unfinished_requests == 0
 
 
-@pytest.mark.quick(2)
 def test_what_the_core_refuses_is_an_error_of_the_request_that_leaves_nothing(engine, same):
     engine.sleep(level=2)
     engine.wake_up()  # DIRTY

@@ -50,7 +50,6 @@ def test_an_argument_that_no_method_has_is_refused_with_the_nearest(engine, verb
         getattr(engine, verb)(**SCENARIOS[verb].arguments, nonsense=1)
 
 
-@pytest.mark.quick(16)
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, 0.0, float("inf"), "soon", 1e300])
 def test_a_deadline_is_a_number_of_seconds(engine, same, seconds):
     outcomes = []
@@ -117,7 +116,6 @@ def test_a_slow_call_is_late_and_goes_on_while_one_that_has_not_begun_never_will
     assert engine.collective_rpc("count", timeout=60) == [before + 2]  # that which was late, and this one
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("end", [lambda e: e.pause_generation(), lambda e: e.sleep()], ids=["pause", "sleep"])
 def test_outputs_of_an_abort_come_before_the_reply_of_the_verb_that_caused_it(engine, end):
     with in_flight(engine):
@@ -141,7 +139,6 @@ def test_a_verb_sees_what_was_added_and_aborted_before_it(engine):
     engine.resume_generation()
 
 
-@pytest.mark.quick(2)
 def test_calls_from_many_threads_are_all_answered(engine):
     verbs = ["is_paused", "get_model_metadata", "check_health", "reset_prefix_cache", "get_cache_usage"]
     with in_flight(engine), ThreadPoolExecutor(8) as pool:

@@ -48,7 +48,6 @@ def test_a_request_waits_for_its_version_while_others_are_computed(engine, same,
     same([told(now), told_of_sample(sample)])
 
 
-@pytest.mark.quick(1)
 def test_a_pin_changes_no_bit(engine):
     live, params = engine.policy_version, SamplingParams(n=3, max_tokens=16, seed=5, logprobs=2)
     plain = told(last_of(engine, "hello", params))
@@ -81,7 +80,6 @@ def test_an_update_ends_a_pinned_request_with_its_tokens(engine, mode):
     assert sample.error is None if mode == "abort" else f"version {live + 1} is live" in sample.error
 
 
-@pytest.mark.quick(2)
 def test_an_update_that_waits_for_requests_does_not_wait_for_those_that_wait_for_it(engine):
     live = engine.policy_version
     engine.add_request("later", "hello", SHORT, policy_version=live + 1)
@@ -91,7 +89,6 @@ def test_an_update_that_waits_for_requests_does_not_wait_for_those_that_wait_for
     assert versions(ended(engine, "later")) == {(live + 1, live + 1)}
 
 
-@pytest.mark.quick(2)
 def test_pauses_and_sleeps_leave_it_waiting_and_an_abort_ends_it(engine):
     live = engine.policy_version
     for name in ("later", "never"):

@@ -201,7 +201,6 @@ def test_a_score_that_is_cancelled_computes_no_more_pieces(engine, endless_score
         step_further(engine)
 
 
-@pytest.mark.quick(2)
 def test_a_commit_does_not_wait_for_a_score_that_is_cancelled(engine, endless_scores):
     score = engine.frontend.client.call("score", SCORE)
     with ThreadPoolExecutor(1) as pool:
@@ -264,7 +263,6 @@ def test_an_interrupt_ends_a_blocking_verb_and_leaves_nobody_waiting(engine):
             engine.resume_generation()
 
 
-@pytest.mark.quick(1)
 def test_a_task_that_is_cancelled_leaves_nobody_waiting(engine):
     if engine.frontend.client.needs_turns:
         pytest.skip("coroutines need an engine that computes by itself")

@@ -65,7 +65,6 @@ def test_recomputed_kv_is_of_the_new_weights(engine):
     assert [(s.policy_version - before, s.kv_min_version - before) for s in spans] == [(0, 0), (1, 1)]
 
 
-@pytest.mark.quick(2)
 def test_an_update_with_few_changes_sends_those_and_brings_all(engine, same):
     new = weights(1)
     engine.update_weights(new)
@@ -135,7 +134,6 @@ def test_requests_that_do_not_finish_in_time_go_on_under_the_old_weights(engine)
         assert engine.policy_version == version
 
 
-@pytest.mark.quick(2)
 def test_a_failure_in_place_is_dirty_until_a_complete_update(engine, same):
     with in_flight(engine) as request_id:
         with pytest.raises(DirtyWeightsError, match="NaN"):
@@ -154,7 +152,6 @@ def test_a_failure_in_place_is_dirty_until_a_complete_update(engine, same):
     same([digest(engine), told(last_of(engine, "hello", SHORT))])
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("level", [1, 2])
 def test_asleep_there_is_nothing_to_update_and_awake_what_was_forgotten_has_to_come(engine, same, level):
     engine.sleep(level=level)

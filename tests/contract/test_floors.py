@@ -131,7 +131,6 @@ def test_the_brain_imports_neither_torch_nor_sockets_nor_clock(package_sources):
 QUICK_MODULES = ["rollout_engine", "rollout_engine.core.engine_core", "rollout_engine.testing.pytest_plugin"]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("module", [*QUICK_MODULES, *BASE_MODULES])
 def test_torch_stays_unloaded(module):
     code = f"import sys, {module}; print(sorted({HEAVY - {'socket', 'time'}!r} & set(sys.modules)))"

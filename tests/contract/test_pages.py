@@ -26,7 +26,6 @@ def anchors(text):
     return found
 
 
-@pytest.mark.quick(104)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page):
     names = PATH.findall(NEW_FILE.sub("", page.read_text(encoding="utf-8")))

@@ -29,7 +29,6 @@ def test_a_public_verb_is_a_method_of_every_face(face, name):
     assert method.__name__ == name and method.__doc__
 
 
-@pytest.mark.quick(93)
 @pytest.mark.parametrize("name", [*(name for name in VERBS if name not in PUBLIC), *WEIGHT_VERBS])
 @pytest.mark.parametrize("face", FACES)
 def test_a_verb_of_the_engines_own_is_no_method(face, name):

@@ -35,7 +35,6 @@ def num_found(package_sources):
     return found
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("pattern", ACCENT)
 def test_words_to_translate_become_no_more(num_found, pattern):
     instead, most = ACCENT[pattern]

@@ -154,7 +154,6 @@ def test_no_pickle_on_the_channel_of_a_weight_transport_is_unpickled(tmp_path, c
     theirs.close()
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_garbage_on_the_sockets_of_a_weight_group_changes_no_weight(tmp_path, scheme):
     choose, process = random.Random(7), psutil.Process()

@@ -37,7 +37,6 @@ def test_a_part_that_ends_well_has_its_figures(tmp_path):
     assert [each["failure"] for each in noted] == ["it is running, or whoever watched it was killed"]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "code, failure",
     [

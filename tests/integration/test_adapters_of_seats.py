@@ -23,7 +23,6 @@ class TwoSpeak:
         return Observation("begin: ", seat=1, terminated=self.turn == 2)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("own", ["x", None])
 def test_an_adapter_of_a_rollout_does_not_play_the_seats_of_another_policy(tmp_path, own):
     path, params = tiny_checkpoint(tmp_path, std=0.1), {"max_tokens": 8, "temperature": 0}

@@ -206,7 +206,6 @@ def test_an_agents_own_changes_of_the_distribution_are_replaced(policy, own):
     assert_same(found, plain)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("versions", [{"policy_version": 7}, {"min_policy_version": 7}])
 def test_agents_ask_for_versions_too(policy, versions):
     params = PARAMS.clone(version_wait="refuse")

@@ -83,7 +83,6 @@ def test_every_kind_of_request_gets_the_same_bits(pair, kind):
         assert_clean(llm.llm_engine)
 
 
-@pytest.mark.quick(1)
 def test_a_batch_of_all_kinds_gets_the_same_bits(pair):
     params = [SamplingParams(**{"max_tokens": 30, "logprobs": 0, "seed": 5} | each) for each in REQUESTS.values()]
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(params))]

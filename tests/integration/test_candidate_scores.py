@@ -55,7 +55,6 @@ def whole_rows(engine, batch, temperature=0.8):
     return torch.cat(rows)
 
 
-@pytest.mark.quick(1)
 def test_candidates_are_parts_of_the_whole_log_softmax_to_the_bit(policy):
     batch = rollout(policy)
     candidates, sampled = random_candidates(batch), batch["masks", "all_assistant_mask"]

@@ -87,7 +87,6 @@ def test_text_is_equal_to_the_whole_models_and_to_the_exact_trainers_bits(tmp_pa
         assert exact.check(sampled(policy), exact.token_logprobs(model, batch)).num_tokens == report.num_tokens
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_composites_whose_text_cannot_be_served_are_refused_with_the_reason(tmp_path, kind):
     CONFIG_MAPPING[kind](**COMPOSITES[kind]).save_pretrained(tmp_path)

@@ -158,7 +158,6 @@ def test_a_save_that_fails_leaves_what_stood_there(engine, saved, monkeypatch):
     assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("speculation", "match"),
     [

@@ -173,7 +173,6 @@ def test_an_update_over_http_and_the_trainer_of_the_same_file_agree_to_the_bit(s
         assert "describes another model than the one that is served" in problem["message"]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gguf", "fp8-blocks"])
 def test_a_load_is_saved_in_parts_asked_for_by_name_and_adapted_as_any_other(sources, fresh, tmp_path, name):
     adapter = random_adapter(tiny_model("qwen3"), "a", seed=1)

@@ -95,7 +95,6 @@ def test_pictures_of_a_session_stand_in_its_rows_and_are_exact(gateway, trainer,
     assert held.num_bytes == 0 and gateway._server.app.served.sessions.registry.memory.num_bytes == 0
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 def test_the_other_dialects_bring_pictures_too(gateway, trainer, dialect):
     session, path, pictures = gateway.session(), f"/v1/{dialect}", [png(4), png(5)]

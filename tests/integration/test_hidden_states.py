@@ -60,7 +60,6 @@ def test_states_are_those_of_the_trainer_at_the_positions_before(llm, trainer):
             np.testing.assert_allclose(chosen.detach(), sample.logprobs, atol=2e-2)
 
 
-@pytest.mark.quick(1)
 def test_only_those_who_ask_have_states_and_a_stream_has_what_is_new(llm):
     asked = [PARAMS, PARAMS.clone(return_hidden_states="sampled"), PARAMS.clone(return_hidden_states=None)]
     every, sampled, none = llm.generate([PROMPTS[1]] * 3, asked, use_tqdm=False)

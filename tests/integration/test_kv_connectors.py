@@ -156,7 +156,6 @@ def test_partial_updates_have_a_digest_of_all_weights(checkpoint):
         assert found.num_cached_tokens == 144 and same(found, changed)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_keeps_prefixes(checkpoint, level):
     with engine(checkpoint(), "host") as llm:

@@ -93,7 +93,6 @@ def test_a_whole_batch_brings_its_temperature_and_layout(policy, checkpoint, dty
         exact.token_logprobs(trainer, batch.exclude("tokens"))
 
 
-@pytest.mark.quick(1)
 def test_a_batch_of_several_temperatures_says_that_it_has_none(policy, checkpoint, dtype):
     both = concat([rollout(policy, SamplingParams(max_tokens=4, temperature=t)) for t in (0.7, 1.0)])
     with pytest.raises(
@@ -103,13 +102,11 @@ def test_a_batch_of_several_temperatures_says_that_it_has_none(policy, checkpoin
         exact.token_logprobs(trainer_for(checkpoint, dtype), both)
 
 
-@pytest.mark.quick(1)
 def test_packed_scores_equal_packed_log_probs(policy):
     batch = rollout(policy, layout="packed")
     assert torch.equal(policy.score(batch), batch["log_probs", "full"])
 
 
-@pytest.mark.quick(1)
 def test_the_same_seed_gives_the_same_rollout(policy):
     first, second = rollout(policy, seed=5), rollout(policy, seed=5)
     assert torch.equal(first["tokens", "full"], second["tokens", "full"])
@@ -117,7 +114,6 @@ def test_the_same_seed_gives_the_same_rollout(policy):
     assert not torch.equal(first["tokens", "response"], rollout(policy, seed=6)["tokens", "response"])
 
 
-@pytest.mark.quick(1)
 def test_after_an_update_policy_and_trainer_agree_again(policy, checkpoint, dtype):
     trainer = trainer_for(checkpoint, dtype)
     rollout(policy)
@@ -130,7 +126,6 @@ def test_after_an_update_policy_and_trainer_agree_again(policy, checkpoint, dtyp
         assert torch.equal(trainer_logprobs(trainer, batch), batch["log_probs", "full"][:, 1:])
 
 
-@pytest.mark.quick(1)
 def test_float32_masters_feed_the_engines_dtype(policy, checkpoint, dtype):
     masters = perturbed(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
     policy.update_weights(masters)
@@ -140,7 +135,6 @@ def test_float32_masters_feed_the_engines_dtype(policy, checkpoint, dtype):
     assert torch.equal(trainer_logprobs(trainer, batch), batch["log_probs", "full"][:, 1:])
 
 
-@pytest.mark.quick(1)
 def test_a_refused_update_leaves_the_policy_as_it_was(policy, dtype):
     before = rollout(policy)
     bad = tiny_model(seed=1, dtype=dtype).state_dict()
@@ -155,7 +149,6 @@ def test_a_refused_update_leaves_the_policy_as_it_was(policy, dtype):
     assert torch.equal(before["log_probs", "full"], after["log_probs", "full"])
 
 
-@pytest.mark.quick(1)
 def test_an_update_between_groups_shows_in_the_versions(policy, checkpoint, dtype):
     trainer = trainer_for(checkpoint, dtype)
 
@@ -179,7 +172,6 @@ def test_an_update_between_groups_shows_in_the_versions(policy, checkpoint, dtyp
         assert torch.equal(logprobs[new[:, 1:]], batch["log_probs", "full"][:, 1:][new[:, 1:]])
 
 
-@pytest.mark.quick(1)
 def test_a_bad_reward_leaves_the_engine_usable(policy):
     before = rollout(policy)
     with pytest.raises(errors.RewardError, match="the reward is nan"):
@@ -187,7 +179,6 @@ def test_a_bad_reward_leaves_the_engine_usable(policy):
     assert torch.equal(rollout(policy)["tokens", "full"], before["tokens", "full"])
 
 
-@pytest.mark.quick(1)
 def test_truncated_sampling_carries_the_kept_mass(policy):
     batch = rollout(policy, SamplingParams(max_tokens=8, top_k=5, ignore_eos=True))
     kept = batch["kept_logprob_mass"][batch["masks", "response"]]

@@ -42,7 +42,6 @@ def test_hidden_states_are_those_of_the_merged_model(llm):
     assert not np.allclose(base, got, atol=1e-2)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_head_reads_the_states_of_the_merged_model_if_layers_run_as_modules(tmp_path, architecture):
     path = tiny_checkpoint(tmp_path, architecture, head="sequence", num_labels=3)

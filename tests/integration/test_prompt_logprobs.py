@@ -48,7 +48,6 @@ def test_they_have_the_bits_of_scoring(llm, params, temperature):
     assert np.array_equal(found[1:], scored)
 
 
-@pytest.mark.quick(1)
 def test_they_have_the_bits_with_which_the_same_tokens_were_sampled(llm):
     sampled = ask(llm, max_tokens=30, temperature=0.8, logprobs=4).outputs[0]
     again = ask(llm, PROMPT + sampled.token_ids, temperature=0.8, prompt_logprobs=4)
@@ -132,7 +131,6 @@ def test_streams_tell_them_once(llm):
     assert told == [True] + [False] * (len(told) - 1)
 
 
-@pytest.mark.quick(1)
 def test_a_step_computes_a_bounded_number_of_logits_and_everyone_keeps_their_bits(llm, checkpoint, monkeypatch):
     alone = ask(llm, prompt_logprobs=3)
     ordinary = ask(llm, PROMPT[:90], prompt_logprobs=None, logprobs=0, max_tokens=20)
@@ -157,7 +155,6 @@ def test_a_step_computes_a_bounded_number_of_logits_and_everyone_keeps_their_bit
         assert np.array_equal(each.outputs[0].logprobs, ordinary.outputs[0].logprobs)
 
 
-@pytest.mark.quick(1)
 def test_preemption_does_not_change_them(llm, checkpoint):
     expected = ask(llm, prompt_logprobs=2, max_tokens=40)
     with LLM(checkpoint, num_kv_blocks=22, log_stats=False) as tight:

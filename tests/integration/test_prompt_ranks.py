@@ -93,7 +93,6 @@ def test_equal_logits_are_ranked_by_their_ids_and_so_are_listed_tokens(llm, logi
         assert row[token].rank == rank and {each.rank for each in row.values()} == {*range(1, 61), rank}
 
 
-@pytest.mark.quick(1)
 def test_a_prompt_computed_in_pieces_and_blocks_has_them(start, expected, monkeypatch):
     monkeypatch.setattr(config, "_MAX_PROMPT_LOGITS", 32 * VOCAB_SIZE)
     monkeypatch.setattr("rollout_engine.kernels.token_logprobs._BLOCK_NUMEL", 5 * VOCAB_SIZE)
@@ -108,7 +107,6 @@ def test_a_known_prefix_does_not_hide_them(llm, expected):
     assert ranks(llm) == expected
 
 
-@pytest.mark.quick(1)
 def test_preempted_requests_have_them(start, expected):
     with start(num_kv_blocks=22) as tight:
         found = ask(tight, [PROMPT] * 3, prompt_logprobs=2, max_tokens=40)
@@ -130,7 +128,6 @@ def test_streams_tell_them_once_and_who_does_not_ask_gets_none(llm, expected):
     assert not any(each is not None for each in [*others, *told["t"]])
 
 
-@pytest.mark.quick(1)
 def test_rows_of_nan_do_not_end_the_step(checkpoint, start):
     weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").state_dict()
     name = next(name for name in weights if name.endswith("embed_tokens.weight"))

@@ -145,7 +145,6 @@ def test_a_failing_processor_ends_its_request_with_the_reason_and_no_other(llm):
     assert [o.outputs[0].token_ids for o in (first, third)] == [o.outputs[0].token_ids for o in expected]
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "name, words",
     [

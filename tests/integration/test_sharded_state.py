@@ -235,7 +235,6 @@ def test_weights_of_another_model_are_refused_by_name(copied, tmp_path):
         load(copied)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("pattern", [None, "model-rank-{rank}-part-{part}.safetensors"])
 def test_files_of_a_bounded_size_hold_the_same_weights(checkpoint, of_one, tmp_path, pattern):
     with running(checkpoint) as engine:

@@ -227,7 +227,7 @@ class Engine:
 
 
 def play(architecture, tmp_path, seed, num_lookups):
-    """Act at random until the engines have looked so many keys up; returns what was counted."""
+    """Act at random until the engines have looked up that number of keys; returns what was counted."""
     path, directory = tmp_path / "model", tmp_path / "kv"
     tiny_checkpoint(path, architecture, dtype=torch.float32, **sizes_of(architecture))
     weights, choice, acts = Weights(architecture), random.Random(seed), Counter()

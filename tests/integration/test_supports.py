@@ -166,7 +166,6 @@ class Telling:
         return "".join(self.random.choices("abcdefgh ", k=self.random.randint(15, 25)))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_an_episode_has_those_of_its_turns_and_empty_rows_between(policy, trainer, layout):
     batch = policy.rollout(

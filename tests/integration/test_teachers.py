@@ -55,7 +55,6 @@ def rollout(policy, teachers, params=PARAMS, **options):
     return policy.rollout(PROMPTS, params, teachers=teachers, **given)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_teacher_scores_the_sampled_tokens_at_their_temperature(policy, big, scorer, layout):
     batch = rollout(policy, [big, Teacher(policy, name="own")], layout=layout)

@@ -118,7 +118,6 @@ def test_structs_arrive_as_what_the_method_declares(call):
         call("numbers", args=[{"start": 1, "stop": "8"}])
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("size", [3, 3_000_000])
 def test_arrays_and_tensors_go_both_ways(call, size):
     array, tensor = np.arange(size, dtype=np.float32), torch.full((size,), 1.5, dtype=torch.bfloat16)

@@ -100,7 +100,6 @@ def test_drafted_tokens_change_no_bit(checkpoint):
     assert mismatches(outputs, trainer, 0.3) == (3 * 2 * 4 * 40, 0)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_packed_rows_and_shared_beginnings_have_the_bits_of_rows(checkpoint, architecture):
     trainer = exact.enable(AutoModelForCausalLM.from_pretrained(directory_of(checkpoint, architecture)))
@@ -125,7 +124,6 @@ def test_packed_rows_and_shared_beginnings_have_the_bits_of_rows(checkpoint, arc
         assert torch.equal(values[start : start + len(expected)], expected)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("architecture", named(HYBRID_SIZES))
 def test_gradients_are_those_of_transformers(architecture):
     """Up to the round-off of transformers' chunked formulas, from whose own recurrence they differ more than ours."""

@@ -51,7 +51,6 @@ def test_every_load_serves_the_tokens_of_transformers_and_the_log_probs_of_an_ex
         assert torch.equal(torch.from_numpy(again.logprobs), logprobs)
 
 
-@pytest.mark.quick(1)
 def test_lengths_of_the_other_frequencies_are_refused(directory):
     with pytest.raises(ConfigError, match=f"max_model_len=65 is not allowed.*up to {ORIGINAL_LENGTH} positions"):
         LLM(str(directory), max_model_len=ORIGINAL_LENGTH + 1)

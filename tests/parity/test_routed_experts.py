@@ -102,7 +102,6 @@ def test_a_dense_model_refuses_to_return_them(checkpoint):
             ask(llm)
 
 
-@pytest.mark.quick(1)
 def test_steps_in_which_nobody_asks_record_nothing(directory, monkeypatch):
     def refuse(model):
         raise AssertionError("it records")

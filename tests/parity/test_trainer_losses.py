@@ -58,7 +58,6 @@ def clipped(ratio, advantage):
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
 
-@pytest.mark.quick(1)
 def test_the_ratios_of_grpo_are_one(trainer, batch):
     advantage = advantages.per_token(batch, advantages.grpo(batch["next", "reward"], batch["group_id"]))
     sampled = batch["masks", "all_assistant_mask"][:, 1:]

@@ -34,7 +34,6 @@ def test_a_seed_replays_to_the_same_line():
         assert first.digest() == second.digest()
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.slow] * (i >= _CHEAP)) for i, what in enumerate(FAULTS)]
 )

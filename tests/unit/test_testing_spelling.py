@@ -46,7 +46,6 @@ def test_one_parameter_of_another_version_makes_it_say_something_else(architectu
     assert sum(seen.values()) >= 0.95 * tries * len(names)
 
 
-@pytest.mark.quick(2)
 @ARCHITECTURES
 def test_half_an_update_makes_it_say_something_else(architecture, tied, dtype):
     model = tiny_model(architecture, tie_word_embeddings=tied, dtype=dtype)

@@ -12,7 +12,6 @@ HALF_A_PAIR = "\ud800"
 """No text: it cannot be encoded."""
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "wrong", [{"output_kind": "final"}, {"n": 0}, {"stop_token_ids": [1.5]}, {"temperature": "x"}, {"top_k": 2**70}]
 )

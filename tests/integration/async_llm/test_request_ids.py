@@ -17,7 +17,6 @@ async def stop_of_first_sample(engine, last_of):
     return SamplingParams(**TWO, stop=[stop])
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(("other", "n"), [("0_a", 2), ("1_a", 1)])
 def test_a_stop_string_ends_no_request_whose_id_looks_like_a_sample(engine, last_of, other, n):
     async def run():

@@ -81,7 +81,6 @@ def test_an_update_whose_sender_never_comes_keeps_others_out_and_ends_by_its_dea
     asyncio.run(run())
 
 
-@pytest.mark.quick(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
 @pytest.mark.parametrize("how", ["in one call", "verb by verb"])
 def test_what_receives_an_update_gives_way_to_steps(engine, how):
@@ -119,7 +118,6 @@ def test_what_receives_an_update_gives_way_to_steps(engine, how):
     asyncio.run(asyncio.wait_for(run(), 600))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("transport", ["gloo", "store"])
 def test_an_update_ends_with_the_client_that_began_it(engine, last_of, until_computing, transport):
     """Where it waits for a sender that never comes, or for requests to finish: nobody waits for its deadline."""

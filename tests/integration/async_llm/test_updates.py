@@ -52,7 +52,6 @@ def test_every_transport_gives_the_weights_of_an_engine_in_process(engine, last_
     asyncio.run(run())
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("transport", ["shm", "store", "gloo"])
 def test_a_part_of_the_weights_reaches_the_core(engine, expected, transport):
     old, new = tiny_weights(1), tiny_weights(2)
@@ -106,7 +105,6 @@ def test_a_store_is_followed_version_by_version_and_an_old_one_is_refused(engine
     asyncio.run(run())
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("transport", ["nccl", "ipc", "inproc", "smoke"])
 def test_a_transport_that_does_not_reach_the_core_is_refused(engine, transport):
     version = engine.policy_version

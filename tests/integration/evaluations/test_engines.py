@@ -9,7 +9,6 @@ from rollout_engine.base.errors import RequestError
 from tests.integration.evaluations.sweeps import OPTIONS, ROWS, SETTINGS, evaluated
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(("first", "second"), [(None, "int8"), ("int8", None)])
 def test_another_quantization_is_refused_and_nothing_is_sampled(checkpoint, tmp_path, first, second):
     with RolloutPolicy.from_pretrained(checkpoint, **OPTIONS, quantization=first) as policy:

@@ -82,7 +82,6 @@ def test_requests_of_a_replica_that_hangs_go_on_as_well(fleet, expected):
     asyncio.run(ReplicaDeaths(fleet, seed=1).run([signal.SIGSTOP], expected))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", ["stage_weights", "commit_weights"])
 def test_a_replica_that_misses_an_update_serves_nothing_until_it_has_caught_up(fleet, monkeypatch, verb):
     async def run():

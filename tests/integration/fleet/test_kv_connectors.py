@@ -53,7 +53,7 @@ def test_connectors_of_users_meet_those_of_all_other_replicas(checkpoint, tmp_pa
 
 
 NUM_REQUESTS, NUM_ROUNDS = 8, 6
-LONG = SamplingParams(max_tokens=400, logprobs=0, ignore_eos=True, detokenize=False)
+LONG = SamplingParams(max_tokens=400, seed=2, logprobs=0, ignore_eos=True, detokenize=False)
 
 
 def long_prompt(number):

@@ -66,7 +66,6 @@ def test_equal_rewards_teach_nothing_and_integers_will_do(function):
     assert len(function(torch.zeros(0), torch.zeros(0, dtype=torch.int64))) == 0
 
 
-@pytest.mark.quick(8)
 @pytest.mark.parametrize("function", [function for function, _ in GROUPED], ids=["grpo", "dr-grpo", "rloo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_equal_rewards_get_exactly_zero_whatever_their_value(function, dtype):

@@ -142,7 +142,6 @@ def test_kept_mass_is_there_only_when_something_was_cut():
     assert torch.equal(kept, torch.tensor([[-0.1, -0.2], [0.0, 0.0]]))
 
 
-@pytest.mark.quick(16)
 @pytest.mark.parametrize("seed", range(20))
 def test_packed_is_padded_without_the_padding(seed):
     results = random_results(random.Random(seed))

@@ -53,7 +53,6 @@ def simulated_and_real(*options):
     return outcome, [job.ended_at for job in workload.jobs], [ended[i] for i in range(len(ended))], stats
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_requests_end_when_the_real_core_ends_them(options):
     outcome, simulated, real, stats = simulated_and_real(*options)

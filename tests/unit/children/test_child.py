@@ -38,7 +38,6 @@ def test_what_a_child_has_started_ends_with_it(child):
     assert gone(started)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("word, status", [("exit", 3), ("fork", 4)])
 def test_a_child_that_ends_instead_of_answering_is_noticed_although_others_hold_its_channel(child, word, status):
     with pytest.raises(EOFError):

@@ -83,7 +83,6 @@ LEAVING = "(setsid sh -c 'sleep 1000 & echo $! $$; wait' &) ; setsid sleep 1000 
 """Starts processes that leave the group and the session, and prints their ids."""
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("then, seconds, status", [("exit 0", None, 0), ("sleep 1000", 1.0, -9)])
 def test_processes_that_left_its_session_end_with_it(then, seconds, status):
     end = run(LEAVING + then, seconds)

@@ -119,7 +119,6 @@ def test_more_numbers_than_a_core_would_decode_are_refused_before_they_are_sent(
         pack([[*range(100_000)], [1]])
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "value",
     [[*range(40_000)], "x" * 400_000, b"x" * 400_000, ["xy"] * 40_000, SPECS],

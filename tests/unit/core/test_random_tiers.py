@@ -117,7 +117,6 @@ def test_two_engines_over_one_tier_take_no_picture_for_another(make_rig, some_of
     assert sum(len(request.pictures) for rig in rigs for request in rig.requests.values()) > 10
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_spare", [0, 12])
 def test_drafts_over_a_tier_give_every_sequence_its_own_tokens(make_rig, some_of, num_spare):
     rig = make_oracle_rig(make_rig, **sizes_of("tiny pool", num_spare))

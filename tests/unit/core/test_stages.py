@@ -48,7 +48,6 @@ def test_steps_share_the_sequences_evenly(make_staged):
     rig.assert_clean()
 
 
-@pytest.mark.quick(1)
 def test_uneven_steps_become_even(make_staged):
     rig = make_staged(max_num_seqs=12, max_num_batched_tokens=1000, num_blocks=200)
     rig.add("early", [1], max_tokens=60)

@@ -58,7 +58,6 @@ def test_code_that_loops_is_interrupted_and_the_engine_goes_on(make_engine, drai
     assert engine.check_health().stuck == ""
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_users", [True, False])
 def test_what_cannot_be_interrupted_is_given_up_and_named(make_engine, drain, watch, caplog, is_users):
     engine, reasons, told = make_engine(), [], threading.Event()

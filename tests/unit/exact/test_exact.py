@@ -162,7 +162,6 @@ def test_ids_may_be_of_any_integer_dtype_and_padding_any_number():
         assert torch.equal(exact.token_logprobs(trainer, ids.masked_fill(~mask, -100), mask.long()), expected)
 
 
-@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [

@@ -62,7 +62,6 @@ def one_by_one(trainer, rows):
     return [exact.token_logprobs(trainer, batch_of([row]), temperature=1.0).detach()[0] for row in rows]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", named(FAMILIES))
 def test_values_are_those_of_transformers(family, source_of):
     batch = batch_of(draw_rows(source_of(family), family))
@@ -134,7 +133,6 @@ def test_equal_prompts_are_computed_once_and_other_pictures_apart(source_of, mon
     assert sizes == [sum(len(row) for row, _ in rows) - 3 * len(ids) - num_shared_at_most]
 
 
-@pytest.mark.quick(1)
 @torch.no_grad()
 @pytest.mark.parametrize("family", [FAMILY, "gemma4"])
 def test_a_sampled_placeholder_is_an_ordinary_token(family, source_of):
@@ -157,7 +155,6 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family, source_of):
     assert differ.nonzero()[0] == len(ids), "the token behind the first sampled placeholder"
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", named(sorted(FAMILIES.keys() - {"kimi_k25"})))  # whose experts are not in float64
 def test_gradients_of_text_and_tower_are_those_of_float64(family, source_of):
     batch = batch_of(draw_rows(source_of(family), family))

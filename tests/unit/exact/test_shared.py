@@ -69,7 +69,6 @@ def test_entropies_and_left_padded_rows_have_these_bits_too(groups, apart):
         assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_rows_apart(dtype, groups, apart):
     trainer = exact.enable(tiny_model("qwen3", dtype=dtype)).requires_grad_(True)

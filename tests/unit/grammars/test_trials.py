@@ -72,7 +72,6 @@ def test_other_hostile_grammars_are_refused(trials, given):
     assert "must be a grammar that can be compiled" in refusal(trials, given)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "given, reason",
     [

@@ -99,7 +99,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.quick(19)
 @DTYPES
 @pytest.mark.parametrize(("shape", "params"), SHAPES)
 def test_values_are_those_of_plain_attention(shape, params, dtype):

@@ -53,7 +53,6 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(12)
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "dk", "dv", "params"), CASES)
 def test_values_and_gradients_are_attentions(heads, kv_heads, length, dk, dv, params):
     shapes = [(3, heads, length, dk), (3, kv_heads, length, dk), (3, kv_heads, length, dv)]

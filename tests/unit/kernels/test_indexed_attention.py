@@ -91,7 +91,6 @@ def test_chunks_pools_and_threads_do_not_change_a_choice(kernels, dtype, thread_
                 assert named == [[slot for slot in row if slot >= 0] for row in expected.slots[rows].tolist()]
 
 
-@pytest.mark.quick(11)
 @DTYPES
 @pytest.mark.parametrize("heads", [3, 16, 40])
 def test_with_all_positions_chosen_attention_has_the_bits_of_dense_attention(kernels, dtype, heads, thread_count):

@@ -42,7 +42,6 @@ def test_codes_are_the_nearest_on_any_number_of_threads(dtype, shape, thread_cou
     assert (errors <= scales[:, None] * (0.5 + 1e-4)).all()
 
 
-@pytest.mark.quick(26)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)

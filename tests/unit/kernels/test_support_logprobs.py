@@ -24,7 +24,6 @@ def case(n, vocab_size, dtype, seed=0):
     return logits, tokens, is_in, TokenSets(starts, ids[ids[:, 0] % 3 > 0][:, 1].int())
 
 
-@pytest.mark.quick(27)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 128, 259, 3001])
 def test_equals_a_softmax_of_the_sets_tokens_with_its_gradient(side, vocab_size, dtype):

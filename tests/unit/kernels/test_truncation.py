@@ -66,7 +66,6 @@ def test_random_rows_keep_what_sorting_keeps(side, num_rows, vocab_size):
     assert _wrong_rows(logits, **columns) == 0
 
 
-@pytest.mark.quick(40)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -104,7 +103,6 @@ def test_ties_at_the_edge_go_to_the_lowest_ids(side):
     assert logits.isfinite().tolist() == [[True, True, True, False, True, False]]
 
 
-@pytest.mark.quick(1)
 def test_a_row_is_cut_alike_alone_and_among_others(side):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(600, 3000, generator=g).round(decimals=1)

@@ -122,7 +122,6 @@ def test_the_longest_log_probs_of_a_prompt_reach_a_client_that_reads(core, direc
     core.close("the test ends it")
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("asked", [-1, 5])
 def test_log_probs_of_a_prompt_that_would_be_too_long_are_refused_before_they_are_computed(
     core, directory, monkeypatch, asked

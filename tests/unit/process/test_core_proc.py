@@ -110,7 +110,6 @@ FLOODS = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_of_one_client_leaves_the_steps_of_another_their_pace(core, flood):
     core.put(FLOODER, *[FLOODS[flood]] * 2000)
@@ -260,7 +259,6 @@ def test_a_drain_ends_what_is_in_flight_and_refuses_what_comes(core):
     assert core.io.answers(Reply)[0].failure is None, "the score is complete"
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_drain_has_a_deadline(core, monkeypatch, paused):
     monkeypatch.setattr(core_proc, "DRAIN_SECONDS", 0.1)

@@ -80,7 +80,6 @@ def test_other_messages_may_come_between_parts():
     assert same(heard[-2], message)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "message, limit",
     [

@@ -119,7 +119,6 @@ def test_a_request_without_pictures_is_one_message():
     assert message.request.pictures == [] and pair.num_pieces == 0
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("max_bytes", [0, 5_000, 1 << 20])
 def test_many_pictures_with_resets_and_refusals_leave_both_ends_equal(monkeypatch, max_bytes):
     monkeypatch.setattr(picture_pieces, "MAX_PICTURE_BYTES", 5_000)
@@ -242,7 +241,6 @@ def next_request(core):
     return core.inbox.get(timeout=60).message
 
 
-@pytest.mark.quick(1)
 def test_64_requests_of_one_picture_send_its_arrays_once(core, client):
     for first in range(64):
         client.add_request(request(EVERY_KIND, first=first))
@@ -254,7 +252,6 @@ def test_64_requests_of_one_picture_send_its_arrays_once(core, client):
     assert (stats.num_received, stats.num_received_bytes, stats.num_hits) == (1, EVERY_KIND.num_bytes, 63)
 
 
-@pytest.mark.quick(1)
 def test_clients_have_caches_of_their_own_and_a_reset_reaches_all_of_them(core, client):
     other = ProcessClient(ClientSocket.connect(core.directory, hang_seconds=60))
     other.listen(SimpleNamespace(fail_all=lambda _: None))

@@ -27,7 +27,6 @@ def travelled(message):
     return Decoder(wire.ToCore).decode(frames), len(frames[0])
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "sent",
     [

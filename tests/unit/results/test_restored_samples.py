@@ -71,7 +71,6 @@ def finish(processor, steps):
     return processor.take(request).outputs
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", [{}, EVERYTHING, {"stop": ["stop"]}, {"stop": ["stop", "and"], "logprobs": 0}])
 def test_the_rest_behind_any_place_makes_the_same_sample(codec, params):
     everything = params is EVERYTHING

@@ -121,7 +121,6 @@ def test_updates_of_a_policy_are_counted_also_those_that_fail(make_rig):
     assert rig.engine.frontend.num_updates == 1
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("version_wait", ["wait", "refuse", "end"])
 def test_a_collector_of_one_version_raises_once_that_is_past(make_rig, version_wait):
     """With "end" each group would end at once, however often it is started again."""

@@ -62,7 +62,6 @@ def ask(client, dialect, session, **fields):
     return asyncio.run(run())
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_session_gives_the_prompt_and_has_the_answer(client, dialect):
     session = Session()

@@ -79,7 +79,6 @@ def test_log_probs_of_the_prompt_have_vllms_shape(client):
         assert all(set(each) == {"logprob", "rank", "decoded_token"} for each in row.values())
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "fields, said",
     [

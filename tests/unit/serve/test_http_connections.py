@@ -122,7 +122,6 @@ def test_a_stream_waits_for_a_client_that_reads_slowly_and_loses_nothing(connect
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and answer.count(b'"finish_reason":"length"') == 4
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_closes_only_its_sending_side_is_answered(connection, policy, version, stream):

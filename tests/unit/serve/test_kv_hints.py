@@ -27,7 +27,6 @@ def client(tmp_path_factory):
         yield Client(App(made))
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("path", BODIES)
 def test_every_dialect_takes_hints(client, path):
     for hint in ("keep", "drop"):

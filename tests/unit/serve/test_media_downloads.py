@@ -137,7 +137,6 @@ def test_a_host_that_is_not_there_is_named():
     assert gone.value.status == 502
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("path", ["/silent", "/slow"])
 def test_a_host_that_does_not_answer_is_given_up(path):
     with pytest.raises(

@@ -83,7 +83,6 @@ def test_a_header_that_is_too_long_is_refused(server):
     assert b" 431 " in say(server, endless, then_closes=False).partition(b"\r\n")[0]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_a_header_that_does_not_come_is_not_waited_for(server, monkeypatch, before):
     monkeypatch.setattr(http_protocol, "_HEADER_SECONDS", 0.2)

@@ -34,7 +34,7 @@ def test_samples_are_the_engines_own(policy, tinker):
 
 
 def test_log_probs_of_the_prompt_are_those_of_its_last_tokens_if_asked(policy, tinker):
-    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    params = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=2)
     output = own_output(policy, PROMPT, params)
     asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_logprobs_last_n": 3}
     (_, message) = tinker.sample(tinker.sampler(), PROMPT, **asked)

@@ -55,7 +55,6 @@ def sampled(answer):
     return choice["finish_reason"], choice.get("error"), {span[2] for span in choice["version_spans"]}
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("path", ROUTES)
 def test_the_live_version_serves_a_past_one_is_400_and_a_later_one_503_if_it_is_not_to_wait(served, path):
     policy, client = served

@@ -34,7 +34,6 @@ def weights(seed=0):
     return floats | halves | {"steps": torch.arange(3), "mask": torch.tensor([True, False])}
 
 
-@pytest.mark.quick(1)
 def test_what_arrives_is_what_the_manifest_says(link):
     source = weights()
     manifest = link.push(source, version=7)
@@ -51,7 +50,6 @@ def test_weights_of_a_device_arrive_as_those_of_the_host(link):
     assert link.push(source, 7, metadata).digest == link.offer(weights(), 8, metadata).digest
 
 
-@pytest.mark.quick(1)
 def test_tensors_are_received_straight_into_a_shadow(link):
     manifest = link.offer(weights(), version=7)
     answers, error = link.deliver(manifest, "receive_into")

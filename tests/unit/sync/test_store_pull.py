@@ -314,7 +314,6 @@ def test_connections_beyond_the_most_are_closed_and_make_room_when_they_end(serv
         pytest.fail("no connection was taken again")
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("text", ["bytes=5-", "bytes=0-0", "bytes=-1", "bytes=9-3"])
 def test_no_range_of_changes_without_bytes_has_a_length_below_zero(served, text):
     sync.publish(served.directory, served._weights, 2, delta=True)  # the same weights

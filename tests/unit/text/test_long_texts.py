@@ -159,7 +159,6 @@ def test_tokenizers_that_look_over_a_cut_encode_in_one_piece(small_pieces, make)
     assert texts.encode(text, False, 1) == (tokenizer.encode(text, add_special_tokens=False).ids, True)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", ["encode", "decode"])
 def test_other_threads_run_while_a_long_text_is_read(verb):
     codec, text, ended, num_runs = TextCodec(byte_tokenizer()), "word " * 100_000, threading.Event(), 0

@@ -251,7 +251,6 @@ def test_an_observation_with_a_placeholder_is_refused(qwen):
 PIXELS = np.zeros((4, 96), np.float32)
 
 
-@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "made, words",
     [

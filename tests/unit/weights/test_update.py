@@ -383,7 +383,6 @@ def test_no_fault_of_many_gets_through_and_good_updates_do(engine, weights, step
         assert engine.state() == before, fault
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_hugging_face_model_updates_from_another_one(tie, steps, make_updater):
     live, trainer = (tiny_model(seed=seed, tie_word_embeddings=tie) for seed in (0, 1))

@@ -216,7 +216,6 @@ def test_a_commit_whose_version_cannot_be_counted_ends_the_update_dirty(engine, 
     assert begin(session, manifest)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
 def test_a_begin_that_fails_half_way_leaves_nothing_open(engine, session, core, offered, monkeypatch, error):
     manifest, _ = offered

@@ -48,7 +48,6 @@ def _expected(table, x, out, slots):
     return result
 
 
-@pytest.mark.quick(1)
 @DTYPES
 def test_each_row_gets_its_own_adapter(device, dtype):
     table = _table(dtype, torch.device(device))

@@ -100,7 +100,6 @@ def test_sinks_take_their_share_once_however_an_item_is_cut(tiling, device):
     check(contexts, ends, [1, 1], tiling, AttentionParams(0.3), tokens_per_item=1, programs=7, sinks=torch.randn(6))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiling", [DECODE, DETERMINISTIC], ids=["fast", "deterministic"])
 def test_half_precision_loses_no_more_than_its_rounding(tiling, device):
     ends = [33, 64]

@@ -22,7 +22,6 @@ def _assert_close(ours, twins):
     torch.testing.assert_close(ours, twins, rtol=max(2 * torch.finfo(twins.dtype).eps, 4e-6), atol=1e-6)
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 63, 2049])
 def test_a_gated_activation_is_its_twin(device, dtype, size):
@@ -68,7 +67,6 @@ def test_a_norm_after_a_sum_leaves_the_rounded_sum(device, dtype):
     _assert_close(out, eager_norm(total, weight, EPSILON))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [96, 2500])
 def test_a_row_of_a_norm_is_the_same_bits_in_any_batch(device, size):
     x = _random(41, size, dtype=torch.float32, device=device)

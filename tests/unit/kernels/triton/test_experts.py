@@ -95,7 +95,6 @@ def test_each_row_is_the_product_with_its_expert(device, dtype):
             assert torch.equal(multiply(sent, weight, groups, out, top_k=k, by_entry=scatters), wanted)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_in_another_layout_give_the_same_bits(device, dtype):
     x, weight = (_random(*shape, dtype=dtype, device=device) for shape in ((9, 40), (3, 35, 40)))

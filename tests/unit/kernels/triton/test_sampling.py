@@ -121,7 +121,6 @@ def test_greedy_rows_take_the_first_of_the_most_likely(device):
     _assert_figures_close(stats, twin)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_given_token_has_the_bits_of_the_drawn_one(device, dtype):
     case = _Case.random(5, 1500, dtype, device)
@@ -257,7 +256,6 @@ def test_draws_follow_the_distribution(device):
     assert chi_square < 21.1  # 3 degrees of freedom: one seed in ten thousand; the seed is fixed
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_most_likely_tokens_are_those_of_the_twin(device, dtype):
     case = _Case.random(3, 700, dtype, device)

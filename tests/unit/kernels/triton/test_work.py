@@ -82,7 +82,6 @@ def test_shares_are_equal_and_cover_the_line_once(programs, device):
     assert items == [line[start][0] if start < total else 10 for start in starts]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("programs", [1, 4, 30])
 def test_shares_of_a_whole_list_end_with_a_head(programs, device):
     work = filled([9, 1, 30], [50, 70, 90], device, programs=programs, tokens_per_item=4, is_whole=True)

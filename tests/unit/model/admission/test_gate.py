@@ -25,7 +25,6 @@ def serve(config):
     return admit(build_module(config, torch.float32, ATTENTION_NAME))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_the_three_families_are_admitted(empty_cache, architecture):
     assert len(serve(tiny_config(architecture))) == 2

@@ -151,7 +151,6 @@ class LateAttention(LlamaAttention):
         return super().forward(hidden_states * (1 + late), position_ids=position_ids, **kwargs)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [12, 1_000])
 def test_what_changes_with_positions_is_admitted(monkeypatch, length):
     monkeypatch.setattr(modeling_llama, "LlamaAttention", LateAttention)

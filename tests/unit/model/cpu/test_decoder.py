@@ -132,7 +132,6 @@ def test_norms_behind_are_computed_but_rotations_in_float32_are_not():
     assert reason == "its rotations have another dtype than its weights"
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe of odd sizes"])
 def test_only_wanted_rows_go_through_the_end_of_the_last_layer(name):
     module, geometry = prepared(name.split()[0], **MODELS[name])

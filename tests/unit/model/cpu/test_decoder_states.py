@@ -137,7 +137,6 @@ def test_every_bit_is_that_of_the_modules(name, dtype):
     assert_same_states(ours, theirs)
 
 
-@pytest.mark.quick(1)
 @DTYPES
 def test_adapters_of_the_projections_change_the_same_bits(dtype):
     module, geometry = prepared("qwen3_next", dtype)

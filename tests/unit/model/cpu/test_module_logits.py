@@ -59,7 +59,6 @@ def taken(model, monkeypatch, piece_rows):
     return [rows.take(some) for some in TAKEN]
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_pieces_have_the_bits_of_the_whole(name, monkeypatch):
     model = paged(name, **HEADS[name])

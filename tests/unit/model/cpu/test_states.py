@@ -46,7 +46,6 @@ def paged(architecture):
     return CpuModel(module, geometry, num_blocks=8, block_size=16, num_state_slots=4)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("architecture", ["lfm2", "bamba", "qwen3_5_text"])
 def test_chunks_of_several_sequences_compute_what_each_alone_does(architecture):
     model = paged(architecture)

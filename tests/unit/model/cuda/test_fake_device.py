@@ -186,7 +186,6 @@ def test_nothing_may_wait_in_a_capture(fake, wait):
     assert fake.capture is None and x.sum().item() == 8
 
 
-@pytest.mark.quick(18)
 @pytest.mark.parametrize(
     ("kind", "act"),
     [

@@ -36,7 +36,6 @@ def test_names_are_the_modules_and_views_are_its_storage(architecture):
     assert all(table.views[name].data_ptr() == tensor.data_ptr() for name, tensor in state.items())
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "checkpoint_name"),
     [
@@ -111,7 +110,6 @@ def test_another_shape_names_both_shapes(tmp_path):
         empty_table("qwen3", vocab_size=260)[1].load(read_entries(tmp_path))
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "dtype,stored", [("int64", "I64"), ("uint8", "U8"), ("float8_e4m3fn", "F8_E4M3"), ("bool", "BOOL")]
 )

@@ -35,7 +35,6 @@ def test_columns_are_found_whatever_their_order():
     assert (by_group.betas, by_group.decays) == ([128, 129, 132, 133], [130, 131, 134, 135])
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [

@@ -67,7 +67,6 @@ def test_neither_other_pictures_nor_threads_change_a_bit(checkpoint, dtype):
     assert encoder.num_encoded == 6
 
 
-@pytest.mark.quick(2)
 def test_features_and_gradients_are_transformers_own_up_to_rounding(checkpoint):
     family, directory = checkpoint
     theirs = tiny_vision_model(family)

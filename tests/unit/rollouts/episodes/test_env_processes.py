@@ -367,7 +367,6 @@ def test_end_kills_what_hangs(run_processes, tmp_path):
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("step_timeout", [0.001, 0.05, 0.2])
 def test_end_leaves_no_worker_that_was_about_to_start(run_processes, tmp_path, monkeypatch, step_timeout):
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1000)")

@@ -234,7 +234,6 @@ def test_other_python_is_a_broken_call(code):
 TEXT_FORMS = {"hermes": "think", "llama3": "think", "xml": "think", "glm": "think", "seed": "seed"}
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", TEXT_FORMS)
 def test_forms_that_are_read_in_text_have_the_same_calls_as_ever(name):
     rng, codec = random.Random(name), codec_with([])

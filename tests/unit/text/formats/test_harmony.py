@@ -54,7 +54,6 @@ def test_an_answer_in_messages(answer, parts):
     assert found == parts
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "body, problem",
     [
