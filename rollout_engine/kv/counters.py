@@ -22,7 +22,7 @@ class Counters:
                 setattr(self._stats, name, getattr(self._stats, name) + amount)
 
     def count_load(self, data: memoryview | None, began: float) -> None:
-        """Count a load, begun at `began` by `time.perf_counter`, and what it returned."""
+        """Count a load, begun at `began` by `time.perf_counter`, and the bytes that it returned."""
         found = dict(num_misses=1) if data is None else dict(num_loaded=1, num_loaded_bytes=len(data))
         self.add(**found, load_seconds=time.perf_counter() - began)
 

@@ -93,7 +93,7 @@ class QueuedConnector(ABC):
         return fetched if fetched is not None else self._read_now(key)
 
     def _refuse(self, kind: str, text: str) -> None:
-        """Count a block that is not what it should be; log the first of each kind."""
+        """Count a damaged or foreign block; log the first of each kind."""
         self._counters.add(num_refused=1)
         self._notices.warn(kind, text)
 

@@ -94,6 +94,15 @@ def _idefics(name: str) -> Family:
     )
 
 
+_TILES: dict[str, Any] = dict(
+    image_processor_type="GotOcr2ImageProcessor",
+    size=dict(height=16, width=16),
+    crop_to_patches=True,
+    min_patches=1,
+    max_patches=4,
+)
+"""Settings of an image processor that cuts a picture into at most four tiles."""
+
 FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(
         text=TINY_SIZES | dict(rope_parameters=_MROPE),
@@ -210,13 +219,7 @@ FAMILIES: dict[str, Family] = {
         text=TINY_SIZES
         | dict(model_type="cohere2", sliding_window=19, layer_types=["sliding_attention", "full_attention"]),
         vision=_VISION | dict(model_type="siglip_vision_model", image_size=16, vision_use_head=False),
-        images=dict(
-            image_processor_type="GotOcr2ImageProcessor",
-            size=dict(height=16, width=16),
-            crop_to_patches=True,
-            min_patches=1,
-            max_patches=4,
-        ),
+        images=_TILES,
         processor="AyaVisionProcessor",
         tokens=dict(image="<|IMG_PATCH|>"),
         picture="<image>",
@@ -241,13 +244,7 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(
         text=TINY_SIZES | dict(model_type="qwen2"),
         vision=_VISION | dict(image_size=16, patch_size=4),
-        images=dict(
-            image_processor_type="GotOcr2ImageProcessor",
-            size=dict(height=16, width=16),
-            crop_to_patches=True,
-            min_patches=1,
-            max_patches=4,
-        ),
+        images=_TILES,
         processor="InternVLProcessor",
         tokens=dict(image="<IMG_CONTEXT>"),
         picture="<IMG_CONTEXT>\n",

@@ -34,9 +34,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float | None = None
     """None: never."""
     user_metadata: dict[str, str] | None = None
-    """Of the checkpoint."""
+    """Notes that the client gave with the checkpoint."""
     model_metadata: dict[str, str] | None = None
-    """Of the model."""
+    """Notes that the client gave when it created the model."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ class Sampler:
     is_base: bool = False
     """Whether it samples from the base model."""
     checkpoint: Checkpoint | None = None
-    """Of the adapter, unless it has given way or was not saved."""
+    """The saved adapter; None: it was never saved, or has given way to newer ones."""
     follows: "TrainedModel | None" = None
     """The model whose last in-flight save it samples from; None: it stays with its checkpoint."""
 

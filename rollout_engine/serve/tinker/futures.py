@@ -139,4 +139,4 @@ class Ticket(msgspec.Struct, omit_defaults=True):
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
-    """Of each sample, in order."""
+    """An id for each sample, in order."""
